@@ -10,13 +10,23 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from .layout import AMAX, COUNTS, ERRORS, FIELDS, HISTOGRAM, LOWEST, POWERS, SQUARES, SUMS
 from .scalar import (
+    ABS,
+    FRACTION,
     HALF,
+    IMPLICIT,
+    INF,
     LOW,
+    ONE,
+    SIGN,
+    ZERO,
     U,
     W,
+    bits_of,
     deterministic,
     encode_bits,
+    float_of,
     nearest_even_magic,
     nearest_even_wide,
     philox,
@@ -27,6 +37,9 @@ from .scalar import (
 
 OPTIONS = dict(nogil=True, error_model="numpy", cache=True)
 BLOCK = 1024  # elements that 256 Philox calls serve
+TWO_32 = np.float32(2.0**32)
+ZEROS, NEGATIVE, INFINITIES, NANS = (FIELDS.index(name) for name in ("zero", "negative", "positive_infinity", "nan"))
+UNDER, SUBNORMAL, OVER = (FIELDS.index(name) for name in ("underflow", "subnormal", "overflow"))
 
 
 @intrinsic
@@ -210,3 +223,81 @@ LOOPS = {
     "stochastic_usual": stochastic_usual_loop,
     "stochastic": stochastic_loop,
 }
+
+
+@njit(**OPTIONS)
+def _what_rounding_did(x, q, words, counts, sums):
+    """The counts that need the rounded value too; a loop of its own, since this one vectorises."""
+    emin, largest, threshold = words[0], words[1], words[2]
+    under, subnormal, over, error, square = 0, 0, 0, 0.0, 0.0
+    for i in range(x.size):
+        a, r = U(x[i] & ABS), U(q[i] & ABS)
+        finite = a < INF
+        under += np.int64((a > ZERO) & (r == ZERO))
+        subnormal += np.int64((r > ZERO) & (r < emin))
+        over += np.int64(finite & ((r > largest) | (a >= threshold)))
+        value, rounded = np.float64(float_of(a)), np.float64(float_of(r))
+        square += value * value if finite else 0.0
+        error += (value - rounded) * (value - rounded) if finite & (r < INF) else 0.0
+    counts[UNDER] += under
+    counts[SUBNORMAL] += subnormal
+    counts[OVER] += over
+    sums[SQUARES] += square
+    sums[ERRORS] += error
+
+
+@njit(**OPTIONS)
+def _what_it_is(x, bins, counts):
+    """Binades through a table of (exponent field, is a power of two); returns the largest finite magnitude's bits."""
+    largest = ZERO
+    for i in range(x.size):
+        u = x[i]
+        a = U(u & ABS)
+        if U(a - ONE) < U(INF - ONE):  # neither zero nor infinite nor NaN
+            largest = a if a > largest else largest
+            counts[NEGATIVE] += np.int64(u >> U(31))
+            if a < IMPLICIT:  # a float32 subnormal: as a normal value, 2**32 up
+                a = U(bits_of(float_of(a) * TWO_32) | U(SIGN))
+            bins[a >> U(23), np.int64(U(a & FRACTION) == ZERO)] += 1
+        elif a == ZERO:
+            counts[ZEROS] += 1
+        elif a == INF:
+            counts[INFINITIES + np.int64(u >> U(31))] += 1
+        else:
+            counts[NANS] += 1
+    return largest
+
+
+@njit(**OPTIONS)
+def tally_loop(x, q, n, words, counts_at, sums_at):
+    """Add what ``n`` float32 at ``x``, rounded to those at ``q``, come to."""
+    counts = carray(pointer(counts_at, np.int64(0)), (COUNTS,))
+    sums = carray(pointer(sums_at, np.float64(0)), (SUMS,))
+    source, rounded = words_at(x, n), words_at(q, n)
+    bins = np.zeros((512, 2), np.int64)
+    counts[0] += n
+    largest = ZERO
+    for start in range(0, n, 4 * BLOCK):
+        piece = source[start : min(n, start + 4 * BLOCK)]
+        top = _what_it_is(piece, bins, counts)
+        largest = top if top > largest else largest
+        _what_rounding_did(piece, rounded[start : min(n, start + 4 * BLOCK)], words, counts, sums)
+    sums[AMAX] = max(sums[AMAX], np.float64(float_of(largest)))
+    for field in range(512):
+        exponent = field - 127 if field < 256 else field - 256 - 127 - 32
+        both = bins[field, 0] + bins[field, 1]
+        if both > 0:
+            counts[HISTOGRAM + exponent - LOWEST] += both
+            counts[POWERS + exponent - LOWEST] += bins[field, 1]
+
+
+@njit(**OPTIONS)
+def merge(counts_at, sums_at, counts, sums):
+    """Add a part's counts and sums to those at the addresses."""
+    total = carray(pointer(counts_at, np.int64(0)), (COUNTS,))
+    total_sums = carray(pointer(sums_at, np.float64(0)), (SUMS,))
+    for i in range(COUNTS):
+        total[i] += counts[i]
+    total_sums[AMAX] = max(total_sums[AMAX], sums[AMAX])
+    for i in range(AMAX + 1, SUMS):
+        total_sums[i] += sums[i]

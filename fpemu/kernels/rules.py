@@ -137,3 +137,21 @@ def _loop(fmt: Format, rounding: str, rule: Rule) -> str:
 
 def _bits(x: float) -> int:
     return int(np.float32(x).view(np.uint32))
+
+
+@lru_cache(maxsize=None)
+def tally_words(fmt: Format | None) -> npt.NDArray[np.uint32]:
+    """Bits of the smallest normal value, the largest finite one, and the least magnitude that overflows.
+
+    A finite value overflows if nearest_even, with no bound on the exponent, takes it past the largest finite value:
+    so saturating, which hides that, is counted too.
+    """
+    if fmt is None:
+        return np.array([0, 0x7F800000, 0x7F800000], np.uint32)
+    fmt = carried(fmt)
+    # Half a quantum past the largest value is a tie: it goes up if that value's last bit is 1.
+    half = math.ldexp(1.0, fmt.emax - fmt.precision)
+    threshold = fmt.max + half
+    bits = _bits(threshold) if threshold <= BINARY32.max else 0x7F800000
+    odd = fmt.max_code % 2 == 1 or fmt.precision == 1
+    return np.array([_bits(fmt.smallest_normal), _bits(fmt.max), bits + (not odd)], np.uint32)

@@ -1,0 +1,52 @@
+"""Emulate floating-point formats, put them into a PyTorch model, and see what is lost."""
+
+from typing import Any
+
+from .formats import Format, as_format
+from .quantize import decode, encode, quantize
+from .random import Key
+from .stats import Tally, tally
+
+__all__ = [
+    "Format",
+    "Emulation",
+    "Key",
+    "LowPrecision",
+    "Policy",
+    "Quantizer",
+    "Tally",
+    "as_format",
+    "cast",
+    "decode",
+    "emulate",
+    "encode",
+    "optim",
+    "plot",
+    "quantize",
+    "tally",
+]
+
+__version__ = "0.1.0"
+
+# Names that need torch load it on first use.
+_LAZY = {
+    "cast": "autograd",
+    "Quantizer": "policy",
+    "Policy": "policy",
+    "Emulation": "emulation",
+    "emulate": "emulation",
+    "LowPrecision": "optim",
+}
+_MODULES = ("optim", "plot")
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fpemu' has no attribute {name!r}")
+    value = getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,129 @@
+"""From arrays to loops: addresses, threads, keys.
+
+Threads are Python's, not OpenMP's: the loops release the GIL, a forked child simply starts a pool of its own, and no
+second OpenMP runtime meets torch's. A call uses as many as numba and, where it is loaded, torch are set to
+(NUMBA_NUM_THREADS, torch.set_num_threads, OMP_NUM_THREADS).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from ..formats import Format
+from ..random import MASK, Key
+from . import cpu
+from .layout import COUNTS, SUMS
+from .rules import Plan, tally_words
+
+PARALLEL = 1 << 18  # elements from which a second thread pays
+GRAIN = 1 << 14  # a chunk is a multiple of this: whole blocks of random words
+
+_pool: ThreadPoolExecutor | None = None
+_pool_lock = threading.Lock()
+
+
+def _forget_pool() -> None:
+    """In a forked child: the parent's threads are not there."""
+    global _pool, _pool_lock
+    _pool, _pool_lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)
+
+
+def threads() -> int:
+    """How many threads a large call uses."""
+    limit: int = numba.config.NUMBA_NUM_THREADS
+    torch = sys.modules.get("torch")
+    return min(limit, torch.get_num_threads()) if torch is not None else limit
+
+
+def over_chunks(n: int, work: Callable[[int, int], None]) -> None:
+    """Call ``work(start, stop)`` on pieces that make up ``range(n)``, in parallel if that pays."""
+    if n < PARALLEL or (workers := threads()) == 1:
+        work(0, n)
+        return
+    step = -(-n // (workers * GRAIN)) * GRAIN
+    starts = range(0, n, step)
+    waiting = [_executor().submit(work, start, min(n, start + step)) for start in starts[1:]]
+    work(0, min(n, step))
+    for one in waiting:
+        one.result()
+
+
+def _executor() -> ThreadPoolExecutor:
+    global _pool
+    with _pool_lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(max(1, numba.config.NUMBA_NUM_THREADS - 1), "fpemu")
+        return _pool
+
+
+def key_words(key: Key) -> npt.NDArray[np.uint64]:
+    """The key as the loops take it."""
+    return np.array([key.step & MASK, key.step >> 32, key.seed, key.stream], np.uint64)
+
+
+def round_array(x: int, out: int, n: int, plan: Plan, key: Key | None) -> None:
+    """Round ``n`` float32 at address ``x`` to address ``out``, which may be ``x``."""
+    loop = cpu.LOOPS[plan.loop]
+    if key is None:
+        if n < PARALLEL:
+            loop(x, out, n, plan.words)
+        else:
+            over_chunks(n, lambda start, stop: loop(x + 4 * start, out + 4 * start, stop - start, plan.words))
+        return
+    words = key_words(key)
+    over_chunks(
+        n,
+        lambda start, stop: loop(
+            x + 4 * start, out + 4 * start, stop - start, plan.words, key.offset + start, words
+        ),
+    )
+
+
+def encode_array(x: int, out: int, n: int, plan: Plan, like: np.unsignedinteger) -> None:
+    """Codes of ``n`` float32 at ``x`` that are values of the plan's format, as ``like``'s type, to ``out``."""
+    width = like.itemsize
+    over_chunks(
+        n,
+        lambda start, stop: cpu.encode_loop(
+            x + 4 * start, out + width * start, stop - start, plan.words, like
+        ),
+    )
+
+
+def tally_array(x: int, q: int, n: int, fmt: Format | None, counts: int, sums: int) -> None:
+    """Add what ``n`` float32 at ``x``, rounded to those at ``q``, come to, to COUNTS int64 and SUMS float64."""
+    words = tally_words(fmt)
+    if n < PARALLEL:
+        cpu.tally_loop(x, q, n, words, counts, sums)
+        return
+    parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]] = []
+
+    def work(start: int, stop: int) -> None:
+        part = np.zeros(COUNTS, np.int64), np.zeros(SUMS)
+        cpu.tally_loop(
+            x + 4 * start, q + 4 * start, stop - start, words, part[0].ctypes.data, part[1].ctypes.data
+        )
+        parts.append(part)
+
+    over_chunks(n, work)
+    for part in sorted(parts, key=lambda part: part[1].tolist()):  # in one order, so that sums do not vary
+        cpu.merge(counts, sums, *part)
+
+
+@lru_cache(maxsize=None)
+def code_like(fmt: Format) -> np.unsignedinteger:
+    """A zero of the smallest unsigned dtype that holds the codes of ``fmt``."""
+    return next(t(0) for t in (np.uint8, np.uint16, np.uint32) if t(0).itemsize * 8 >= fmt.bits)

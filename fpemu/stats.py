@@ -1,0 +1,198 @@
+"""Tallies: in one pass, what numbers an array holds and what rounding does to them. Counts are exact and add up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .formats import Format, as_format
+from .kernels import launch
+from .kernels.layout import AMAX, BINS, COUNTS, ERRORS, FIELDS, HISTOGRAM, LOWEST, POWERS, SQUARES, SUMS
+from .quantize import check_numpy, check_tensor, is_tensor, quantize
+
+
+@dataclass(frozen=True, eq=False)
+class Tally:
+    """Counts of what an array holds. ``a + b`` is the tally of both arrays together.
+
+    Attributes:
+        counts: int64, what the properties below and the histogram read.
+        sums: float64: the largest finite magnitude, the sums of squares of values and of rounding errors.
+        fmt: Format whose rounding was counted, None if none was.
+    """
+
+    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(COUNTS, np.int64))
+    sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(SUMS))
+    fmt: Format | None = None
+
+    def __add__(self, other: Tally) -> Tally:
+        if not isinstance(other, Tally):
+            return NotImplemented
+        if self.fmt != other.fmt and self.count and other.count:
+            raise ValueError(
+                f"tallies of rounding to {self.fmt} and to {other.fmt} do not add up; count both for one format"
+            )
+        sums = self.sums + other.sums
+        sums[AMAX] = max(self.amax, other.amax)
+        return Tally(self.counts + other.counts, sums, self.fmt or other.fmt)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tally) and self.fmt == other.fmt and np.array_equal(self.counts, other.counts)
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name}={int(self.counts[i])}" for i, name in enumerate(FIELDS) if self.counts[i])
+        return f"Tally({parts}, amax={self.amax:g})"
+
+    def _named(self, name: str) -> int:
+        return int(self.counts[FIELDS.index(name)])
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return self._named("count")
+
+    @property
+    def zero(self) -> int:
+        """Zeros of either sign."""
+        return self._named("zero")
+
+    @property
+    def negative(self) -> int:
+        """Finite values below zero."""
+        return self._named("negative")
+
+    @property
+    def positive_infinity(self) -> int:
+        """Elements that are +infinity."""
+        return self._named("positive_infinity")
+
+    @property
+    def negative_infinity(self) -> int:
+        """Elements that are -infinity."""
+        return self._named("negative_infinity")
+
+    @property
+    def nan(self) -> int:
+        """NaNs."""
+        return self._named("nan")
+
+    @property
+    def underflow(self) -> int:
+        """Nonzero values that became zero."""
+        return self._named("underflow")
+
+    @property
+    def subnormal(self) -> int:
+        """Values that became a subnormal of the format."""
+        return self._named("subnormal")
+
+    @property
+    def overflow(self) -> int:
+        """Finite values beyond the format's largest: rounded to nearest with no bound on the exponent, past it."""
+        return self._named("overflow")
+
+    @property
+    def histogram(self) -> npt.NDArray[np.int64]:
+        """Counts by binade: bin ``i`` holds the finite nonzero values with ``floor(log2(|x|)) == i - 1074``."""
+        return self.counts[HISTOGRAM:POWERS]
+
+    @property
+    def powers(self) -> npt.NDArray[np.int64]:
+        """Those of `histogram` that are exact powers of two."""
+        return self.counts[POWERS:COUNTS]
+
+    @property
+    def exponents(self) -> npt.NDArray[np.int64]:
+        """The binade of each bin of `histogram`: -1074 to 1023."""
+        return np.arange(LOWEST, LOWEST + BINS)
+
+    @property
+    def amax(self) -> float:
+        """Largest finite magnitude; 0.0 if there is none."""
+        return float(self.sums[AMAX])
+
+    def share(self, name: str) -> float:
+        """One of the counts above as a share of all elements, 0.0 to 1.0; 0.0 of an empty tally.
+
+        Raises:
+            ValueError: no count has that name.
+        """
+        if name not in FIELDS:
+            raise ValueError(f"unknown count {name!r}; choose from {', '.join(FIELDS)}")
+        return self._named(name) / self.count if self.count else 0.0
+
+    def lost(self, fmt: str | Format, scale: float = 1.0) -> float:
+        """Share of the nonzero finite values that nearest_even rounds to zero in ``fmt``, exact.
+
+        Args:
+            fmt: Format with a zero, or its name; any, whatever the tally counted.
+            scale: A power of two to multiply the values by first, as loss scaling does.
+
+        Raises:
+            ValueError: ``scale`` is no power of two, or the format has no zero.
+        """
+        fmt = as_format(fmt)
+        mantissa, exponent = math.frexp(scale)
+        if mantissa != 0.5:
+            raise ValueError(f"scale must be a power of two for exact counts by binade, got {scale!r}")
+        if not fmt.has_zero:
+            raise ValueError(f"{fmt.name} has no zero to lose values to")
+        # Up to half the smallest value, that tie included, everything becomes zero.
+        tie = math.frexp(fmt.smallest_subnormal)[1] - 2 - (exponent - 1) - LOWEST
+        tie = min(max(tie, -1), BINS)
+        total = int(self.histogram.sum())
+        below = int(self.histogram[: max(tie, 0)].sum()) + (int(self.powers[tie]) if 0 <= tie < BINS else 0)
+        return below / total if total else 0.0
+
+    def sqnr(self) -> float:
+        """Ratio of the mean square of the values to that of the rounding errors, in dB; infinity without error."""
+        if self.sums[ERRORS] == 0:
+            return math.inf
+        return 10 * math.log10(self.sums[SQUARES] / self.sums[ERRORS]) if self.sums[SQUARES] else -math.inf
+
+
+def tally(x: Any, fmt: str | Format | None = None, rounding: str = "nearest_even", *, overflow: str = "ieee") -> Tally:
+    """What ``x`` holds and, with a format, what rounding to it does.
+
+    Args:
+        x: float32 numpy array or torch CPU tensor, any shape; nothing is written to it.
+        fmt: Format to round to, or its name; None for the counts of ``x`` alone.
+        rounding: As for ``quantize``; any but ``"stochastic"``.
+        overflow: As for ``quantize``.
+
+    Returns:
+        A Tally.
+
+    Raises:
+        TypeError, ValueError: as ``quantize``.
+
+    Example:
+        >>> import numpy as np
+        >>> t = tally(np.float32([0, 2**-25, 2**-24, 1.5, 70000, np.inf]), "fp16")
+        >>> t.zero, t.underflow, t.subnormal, t.overflow, t.amax
+        (1, 1, 1, 1, 70000.0)
+        >>> t.lost("fp16"), t.lost("fp16", scale=2)
+        (0.25, 0.0)
+    """
+    fmt = None if fmt is None else as_format(fmt)
+    if not is_tensor(x) and not isinstance(x, np.ndarray):
+        raise TypeError(f"tally needs a float32 numpy array or torch tensor, got {type(x).__name__}")
+    (check_tensor if is_tensor(x) else check_numpy)(x, "x")
+    rounded = x if fmt is None else quantize(x, fmt, rounding, overflow=overflow)
+    result = Tally(fmt=fmt)
+    add(result.counts.ctypes.data, result.sums.ctypes.data, x, rounded, fmt)
+    return result
+
+
+def add(counts: int, sums: int, x: Any, rounded: Any, fmt: Format | None) -> None:
+    """Add what ``x``, rounded to ``rounded``, comes to, to the counts and sums at two addresses."""
+    if is_tensor(x):
+        x, rounded = x.detach().contiguous(), rounded.detach().contiguous()
+        launch.tally_array(x.data_ptr(), rounded.data_ptr(), x.numel(), fmt, counts, sums)
+    else:
+        x, rounded = np.ascontiguousarray(x), np.ascontiguousarray(rounded)
+        launch.tally_array(x.ctypes.data, rounded.ctypes.data, x.size, fmt, counts, sums)
