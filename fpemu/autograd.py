@@ -1,0 +1,222 @@
+"""`cast`: rounding as a torch operator, straight through for the gradient.
+
+The operators ``fpemu::round`` and ``fpemu::round_tally`` take everything but tensors in one string, and the key as a
+tensor: an int would make torch.compile start over for every step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import stats
+from .formats import Format
+from .kernels.layout import COUNTS, SUMS
+from .kernels.rules import Plan
+from .policy import Quantizer, as_quantizer, quantizer_of
+from .quantize import check_tensor, planned, round_tensor
+from .random import Key
+
+LIBRARY = torch.library.Library("fpemu", "DEF")
+LIBRARY.define("round(Tensor x, str spec, Tensor? key) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define(
+    "round_tally(Tensor x, str spec, Tensor? key, Tensor(a!) counts, Tensor(b!) sums) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _round(x: Tensor, spec: str, key: Tensor | None) -> Tensor:
+    check_tensor(x, "x")
+    quantizer = quantizer_of(spec)
+    return round_tensor(x, _plan(x, quantizer), None if key is None else _key(key))
+
+
+def _round_tally(x: Tensor, spec: str, key: Tensor | None, counts: Tensor, sums: Tensor) -> Tensor:
+    check_tensor(x, "x")
+    quantizer = quantizer_of(spec)
+    fmt = _format(x, quantizer)
+    rounded = round_tensor(
+        x, planned(fmt, quantizer.rounding, quantizer.overflow), None if key is None else _key(key)
+    )
+    stats.add(counts.data_ptr(), sums.data_ptr(), x, rounded, fmt)
+    return rounded
+
+
+LIBRARY.impl("round", _round, "CPU")
+LIBRARY.impl("round_tally", _round_tally, "CPU")
+
+
+@torch.library.register_fake("fpemu::round", lib=LIBRARY)
+def _(x: Tensor, spec: str, key: Tensor | None) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("fpemu::round_tally", lib=LIBRARY)
+def _(x: Tensor, spec: str, key: Tensor | None, counts: Tensor, sums: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_vmap("fpemu::round", lib=LIBRARY)
+def _(info: Any, in_dims: Any, x: Tensor, spec: str, key: Tensor | None) -> tuple[Tensor, int]:
+    # Element by element: the batch is one more dimension, and counts as such for random words.
+    x = x.movedim(in_dims[0], 0)
+    return torch.ops.fpemu.round(x, spec, key), 0
+
+
+@torch.library.register_vmap("fpemu::round_tally", lib=LIBRARY)
+def _(info: Any, in_dims: Any, x: Tensor, spec: str, key: Any, counts: Tensor, sums: Tensor) -> tuple[Tensor, int]:
+    x = x.movedim(in_dims[0], 0)
+    return torch.ops.fpemu.round_tally(x, spec, key, counts, sums), 0
+
+
+def _plan(x: Tensor, quantizer: Quantizer) -> Plan:
+    return planned(_format(x, quantizer), quantizer.rounding, quantizer.overflow)
+
+
+def _format(x: Tensor, quantizer: Quantizer) -> Format:
+    """The format to round to: scaling by a power of two is another bias, and so exact."""
+    if quantizer.scaling is None or x.numel() == 0:
+        return quantizer.format
+    amax = x.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    return quantizer.format if amax == 0 else _shifted(quantizer.format, math.frexp(amax)[1], amax)
+
+
+@lru_cache(maxsize=4096)
+def _shift(fmt: Format, exponent: int, fits: bool) -> Format:
+    # How far the range moves down; float32 must still hold every value of it.
+    down = math.frexp(fmt.max)[1] - exponent - (not fits)
+    lowest = fmt.emin - (fmt.precision - 1 if fmt.subnormal else 0)
+    down = max(min(down, lowest + 149, fmt.emin + 126), fmt.emax - 127)
+    return replace(fmt, bias=fmt.bias + down)
+
+
+def _shifted(fmt: Format, exponent: int, amax: float) -> Format:
+    fits = math.ldexp(amax, -exponent) <= math.ldexp(fmt.max, -math.frexp(fmt.max)[1])
+    return _shift(fmt, exponent, fits)
+
+
+def key_tensor(key: Key) -> Tensor:
+    """A key as the operators take it: int64 (seed, stream, step, offset)."""
+    return torch.tensor([key.seed, key.stream, key.step, key.offset])
+
+
+def _key(key: Tensor) -> Key:
+    return Key(*key.tolist())
+
+
+def new_tally() -> tuple[Tensor, Tensor]:
+    """Counts and sums for ``round_tally``, all zero."""
+    return torch.zeros(COUNTS, dtype=torch.int64), torch.zeros(SUMS, dtype=torch.float64)
+
+
+class Cast(torch.autograd.Function):
+    """Round on the way forward, and the gradient on the way back; each with its key and its tally, or None.
+
+    The result is always a new tensor: a view of the input would break on an in-place module after it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, forward, key, counts, sums, backward, *gradient):  # type: ignore[no-untyped-def]
+        return _apply(x, forward, key, counts, sums)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        _, _, _, _, _, ctx.backward_spec, *ctx.gradient = inputs
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        # Straight through: the derivative of rounding is taken as one.
+        return _apply(gradient, ctx.backward_spec, *ctx.gradient), *[None] * 8
+
+
+class _EagerCast(torch.autograd.Function):
+    """`Cast` for plain eager calls: without ``setup_context`` apply() costs a third, but no functorch transform works."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        Cast.setup_context(ctx, inputs, None)
+        return _apply(*inputs[:5])
+
+    backward = Cast.backward
+
+
+def round_with_gradient(*inputs: Any) -> Tensor:
+    """`Cast` of its nine inputs: a tensor, then spec, key, counts and sums forward, and the same backward."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return Cast.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
+    return _EagerCast.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _apply(x: Tensor, spec: str | None, key: Tensor | None, counts: Tensor | None, sums: Tensor | None) -> Tensor:
+    if spec is None:
+        return x.clone()
+    if counts is None:
+        return torch.ops.fpemu.round.default(x, spec, key)
+    return torch.ops.fpemu.round_tally.default(x, spec, key, counts, sums)
+
+
+def cast(
+    x: Tensor,
+    forward: str | Format | Quantizer | None = None,
+    backward: str | Format | Quantizer | None = None,
+    *,
+    key: Key | None = None,
+) -> Tensor:
+    """``x`` rounded on the way forward, its gradient rounded on the way back.
+
+    The derivative of rounding is taken as one (straight-through).
+
+    Args:
+        x: float32 tensor of any shape; integer and bool tensors pass unchanged.
+        forward: Format of the value, or a Quantizer; None leaves it alone.
+        backward: The same for the gradient.
+        key: Random words of stochastic rounding; the gradient draws from ``key.fold_in("backward")``.
+
+    Returns:
+        float32 tensor of ``x``'s shape and memory format, always a new one.
+
+    Raises:
+        TypeError: a tensor that is not float32, or not a plain dense one.
+        ValueError: an unknown name; stochastic rounding without ``key``.
+
+    Example:
+        >>> import torch
+        >>> x = torch.tensor([0.3], requires_grad=True)
+        >>> y = cast(x, forward="e4m3fn", backward="e5m2")
+        >>> y.backward(torch.tensor([0.3]))
+        >>> y.item(), x.grad.item()
+        (0.3125, 0.3125)
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"cast needs a torch tensor, got {type(x).__name__}; quantize takes numpy arrays")
+    specs = _spec(forward), _spec(backward)
+    if not x.is_floating_point() and not x.is_complex():
+        return x
+    if x.dtype != torch.float32:
+        raise TypeError(f"cast needs a float32 tensor, got {x.dtype}; cast first (x.float())")
+    keys: list[Tensor | None] = [None, None]
+    for place, spec in enumerate(specs):
+        if spec is not None and spec.startswith("stochastic|"):
+            if key is None:
+                raise ValueError("rounding='stochastic' needs key=, for example key=fpemu.Key(0), got None")
+            keys[place] = key_tensor(key.fold_in("backward") if place else key)
+    return round_with_gradient(x, specs[0], keys[0], None, None, specs[1], keys[1], None, None)
+
+
+@torch.compiler.assume_constant_result
+def _spec(role: str | Format | Quantizer | None) -> str | None:
+    """What the operators take for a role; a constant for torch.compile, which cannot follow how it is made."""
+    return _cached_spec(role)
+
+
+@lru_cache(maxsize=1024)
+def _cached_spec(role: str | Format | Quantizer | None) -> str | None:
+    quantizer = as_quantizer(role)
+    return quantizer and quantizer.spec

@@ -1,0 +1,132 @@
+"""Speed as ratios taken in one run: rounding beside the copies it cannot beat, and what one call costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+from rich.console import Console
+from rich.table import Table
+
+from .autograd import cast
+from .quantize import quantize
+from .random import Key
+
+FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn")
+COPIES = ("np.copyto", "torch copy_")
+LIMIT = "x ^= 1"  # reads and writes every element in place, and does next to nothing to it
+
+
+@njit(nogil=True, cache=True)
+def _flip(bits):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        bits[i] = np.uint32(bits[i] ^ np.uint32(1))
+
+
+def run(size_log2: int = 24, repeats: int = 9) -> None:
+    """Print how fast rounding runs on one thread, as a share of the fastest copy and of a loop in place.
+
+    Args:
+        size_log2: Elements of the arrays, as a power of two.
+        repeats: Rounds; each runs every case once, and the medians are compared.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = measure(size_log2, repeats)
+        call = call_overhead()
+    finally:
+        torch.set_num_threads(threads)
+    console = Console()
+    console.print(table(times, 2**size_log2))
+    console.print(
+        f"cast of a torch tensor of 1024 elements that requires grad, forward: {call * 1e6:.1f} µs a call"
+    )
+
+
+def measure(size_log2: int, repeats: int) -> dict[str, float]:
+    """Median seconds of each case, the cases interleaved.
+
+    Args:
+        size_log2: Elements of the arrays, as a power of two.
+        repeats: Rounds.
+
+    Returns:
+        Seconds by case: the copies, the loop in place, and ``"format rounding out="`` or ``"... in place"``.
+    """
+    cases = _cases(2**size_log2)
+    for case in cases.values():  # compile, or load from the disk
+        case()
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, case in cases.items():
+            start = perf_counter()
+            case()
+            times[name].append(perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def call_overhead(elements: int = 1024, calls: int = 2000) -> float:
+    """Median seconds of the forward of one ``cast`` of a torch tensor that requires grad."""
+    x = torch.randn(elements, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    times = []
+    for _ in range(calls):
+        start = perf_counter()
+        cast(x, forward="fp16", backward="fp16")
+        times.append(perf_counter() - start)
+    return statistics.median(times)
+
+
+def _cases(n: int) -> dict[str, Callable[[], object]]:
+    x, out, inplace, flipped = (_buffer(n) for _ in range(4))
+    x[:] = np.random.default_rng(0).standard_normal(n, np.float32)
+    inplace[:] = x
+    flipped[:] = x
+    source, target, bits, key = torch.from_numpy(x), torch.from_numpy(out), flipped.view(np.uint32), Key(0)
+    cases: dict[str, Callable[[], object]] = {
+        COPIES[0]: lambda: np.copyto(out, x),
+        COPIES[1]: lambda: target.copy_(source),
+        LIMIT: lambda: _flip(bits),
+    }
+    for rounding in ("nearest_even", "stochastic"):
+        drawn = key if rounding == "stochastic" else None
+        for fmt in FORMATS:
+            for name, array, into in (("out=", x, out), ("in place", inplace, inplace)):
+                cases[f"{fmt} {rounding} {name}"] = lambda f=fmt, r=rounding, k=drawn, a=array, o=into: (  # type: ignore[misc]
+                    quantize(a, f, r, key=k, out=o)
+                )
+    return cases
+
+
+def _buffer(n: int) -> npt.NDArray[np.float32]:
+    """float32 zeros on a 64-byte boundary, their pages already mapped."""
+    raw = np.empty(n + 16, np.float32)
+    raw[:] = 0
+    start = (-raw.ctypes.data % 64) // 4
+    return raw[start : start + n]
+
+
+def table(times: dict[str, float], n: int) -> Table:
+    """What ``measure`` returned, with the two ratios.
+
+    Args:
+        times: Seconds by case.
+        n: Elements of the arrays.
+
+    Returns:
+        A rich table: ``out=`` is compared with the fastest copy, in place with the loop in place.
+    """
+    copy = min(times[name] for name in COPIES)
+    result = Table(title=f"{n} float32, one thread, medians")
+    for heading in ("case", "ms", "10^9 elements/s", "of the best copy", "of x ^= 1"):
+        result.add_column(heading, justify="left" if heading == "case" else "right")
+    for name, seconds in times.items():
+        inplace = name.endswith("in place") or name == LIMIT
+        ratios = ("", f"{times[LIMIT] / seconds:.2f}") if inplace else (f"{copy / seconds:.2f}", "")
+        result.add_row(name, f"{seconds * 1e3:.2f}", f"{n / seconds / 1e9:.2f}", *ratios)
+    return result

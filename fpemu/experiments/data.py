@@ -1,0 +1,133 @@
+"""Data sets of a size that trains in seconds: digits and Fashion-MNIST."""
+
+from __future__ import annotations
+
+import gzip
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_FASHION_MNIST = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Images and labels, all in memory.
+
+    Attributes:
+        train_x: float32 (N, inputs), 0 to 1.
+        train_y: int64 (N,), the classes.
+        test_x: float32 (M, inputs).
+        test_y: int64 (M,).
+    """
+
+    train_x: torch.Tensor
+    train_y: torch.Tensor
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+
+    @property
+    def inputs(self) -> int:
+        """Values an image."""
+        return self.train_x.shape[1]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return int(self.train_y.max()) + 1
+
+
+def parse_data(spec: str) -> tuple[str, Path | None]:
+    """The data set's name and directory, checked without reading the images.
+
+    Raises:
+        ValueError: no such data set, or its directory or a file in it is missing.
+
+    Example:
+        >>> parse_data("digits")
+        ('digits', None)
+    """
+    name, _, directory = spec.partition(":")
+    if name == "digits" and not directory:
+        return name, None
+    if name != "fashion-mnist" or not directory:
+        raise ValueError(f"unknown data {spec!r}; choose digits or fashion-mnist:DIRECTORY")
+    path = Path(directory)
+    if not path.is_dir():
+        raise ValueError(f"data directory {directory} does not exist; it must hold {', '.join(_FASHION_MNIST)}")
+    missing = [file for file in _FASHION_MNIST if not (path / file).is_file()]
+    if missing:
+        raise ValueError(f"data directory {directory} lacks {', '.join(missing)}; put the missing files there")
+    return name, path
+
+
+def load_data(spec: str) -> Data:
+    """A data set, split into training and test images.
+
+    Args:
+        spec: ``"digits"``: scikit-learn's 1797 images of 8 x 8, of which 360 are the test set, always the
+            same ones. ``"fashion-mnist:DIRECTORY"``: the four .gz files as they are published.
+
+    Returns:
+        The data.
+
+    Raises:
+        ValueError: unknown data, a missing directory or file, or a damaged file.
+
+    Example:
+        >>> data = load_data("digits")
+        >>> data.train_x.shape, data.test_y.shape
+        (torch.Size([1437, 64]), torch.Size([360]))
+    """
+    _, directory = parse_data(spec)
+    if directory is None:
+        return _digits()
+    arrays = [_read_idx(directory / file) for file in _FASHION_MNIST]
+    for images, labels in (arrays[:2], arrays[2:]):
+        if images.ndim != 3 or labels.shape != images.shape[:1]:
+            raise ValueError(
+                f"{directory}: images of shape {images.shape} do not go with labels of shape {labels.shape}; "
+                "each image file needs the label file of its own set"
+            )
+    return Data(*(_scaled(a, 255) if a.ndim == 3 else _classes(a) for a in arrays))
+
+
+def _digits() -> Data:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    x, y = load_digits(return_X_y=True)
+    train_x, test_x, train_y, test_y = train_test_split(x, y, test_size=0.2, stratify=y, random_state=0)
+    return Data(_scaled(train_x, 16), _classes(train_y), _scaled(test_x, 16), _classes(test_y))
+
+
+def _scaled(images: npt.NDArray, largest: int) -> torch.Tensor:
+    return torch.tensor(images.reshape(len(images), -1), dtype=torch.float32) / largest
+
+
+def _classes(labels: npt.NDArray) -> torch.Tensor:
+    return torch.tensor(labels, dtype=torch.int64)
+
+
+def _read_idx(path: Path) -> npt.NDArray[np.uint8]:
+    """The array in a gzipped idx file: two zero bytes, type, rank, big-endian shape, values."""
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError) as error:
+        raise ValueError(f"cannot read {path}: {error}; fetch the file again") from None
+    if content[:3] != b"\0\0\x08" or len(content) < 4:
+        raise ValueError(f"{path} is no idx file of bytes: it starts with {content[:4].hex()!r}, wanted '000008'")
+    start = 4 + 4 * content[3]
+    shape = tuple(np.frombuffer(content[4:start], ">u4").tolist())
+    if len(content) - start != math.prod(shape):
+        raise ValueError(f"{path} holds {len(content) - start} values, but its shape is {shape}; fetch it again")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

@@ -1,0 +1,136 @@
+"""What is rounded, to what, and how: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from typing import Any
+
+from .formats import Format, as_format
+from .quantize import planned
+
+SCALINGS = (None, "tensor")
+ROLES = ("weight", "activation", "gradient", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A format and how to round to it.
+
+    Attributes:
+        format: A Format, or a name that ``as_format`` takes.
+        rounding: As for ``quantize``.
+        overflow: As for ``quantize``.
+        scaling: None, or ``"tensor"``: each tensor is rounded as if scaled by the largest power of two that
+            keeps its largest finite magnitude in the format's range, and scaled back. Rounding happens once.
+
+    Raises:
+        ValueError: an unknown name.
+
+    Example:
+        >>> Quantizer("e5m2", rounding="stochastic").format.max
+        57344.0
+    """
+
+    format: Format
+    rounding: str = "nearest_even"
+    overflow: str = "ieee"
+    scaling: str | None = None
+
+    def __init__(
+        self,
+        format: str | Format,
+        rounding: str = "nearest_even",
+        overflow: str = "ieee",
+        scaling: str | None = None,
+    ) -> None:
+        if scaling not in SCALINGS:
+            raise ValueError(f"unknown scaling {scaling!r}; choose from None, 'tensor'")
+        for name, value in (
+            ("format", as_format(format)),
+            ("rounding", rounding),
+            ("overflow", overflow),
+            ("scaling", scaling),
+        ):
+            object.__setattr__(self, name, value)
+        planned(self.format, rounding, overflow)  # refuses what is unknown, or not held by float32
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether rounding draws random words, and so needs a key."""
+        return self.rounding == "stochastic"
+
+    @cached_property
+    def spec(self) -> str:
+        """All of it in one string, for a torch operator's argument."""
+        f = self.format
+        shape = (f.name, f.exponent_bits, f.precision, f.bias, f.specials, int(f.subnormal), int(f.signed))
+        return "|".join(map(str, (self.rounding, self.overflow, self.scaling or "", *shape)))
+
+
+@lru_cache(maxsize=None)
+def quantizer_of(spec: str) -> Quantizer:
+    """The Quantizer whose ``spec`` this is."""
+    rounding, overflow, scaling, name, *numbers = spec.split("|")
+    exponent_bits, precision, bias, specials, subnormal, signed = numbers
+    fmt = Format(
+        name, int(exponent_bits), int(precision), int(bias), specials, subnormal == "1", signed == "1"  # type: ignore[arg-type]
+    )
+    return Quantizer(fmt, rounding, overflow, scaling or None)
+
+
+def as_quantizer(role: str | Format | Quantizer | None) -> Quantizer | None:
+    """A role's value as a Quantizer; None stays None, which leaves the role alone.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: no format has that name.
+    """
+    return role if role is None or isinstance(role, Quantizer) else Quantizer(role)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What ``emulate`` rounds in a model.
+
+    Attributes:
+        weight: Parameters, where a module reads them; the parameters themselves keep their values.
+        activation: Outputs of modules.
+        gradient: Gradients arriving at those outputs.
+        weight_gradient: Gradients of parameters, as computed and as accumulated in ``.grad``.
+        include: A pattern, or several, of module names (fnmatch, as in ``named_modules``).
+        exclude: Patterns of module names to leave alone.
+
+    Each role is a format name, a Format, a Quantizer, or None: leave alone.
+
+    Raises:
+        TypeError, ValueError: a role is none of these, or no role is set.
+
+    Example:
+        >>> Policy(weight="fp16", gradient=Quantizer("e5m2", overflow="saturate")).weight.format.name
+        'binary16'
+    """
+
+    weight: Any = None
+    activation: Any = None
+    gradient: Any = None
+    weight_gradient: Any = None
+    include: str | tuple[str, ...] = "*"
+    exclude: str | tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            object.__setattr__(self, role, as_quantizer(getattr(self, role)))
+        for name in ("include", "exclude"):
+            value = getattr(self, name)
+            patterns = (value,) if isinstance(value, str) else tuple(value)
+            if not all(isinstance(pattern, str) for pattern in patterns):
+                raise TypeError(f"{name} must be a pattern or several, got {value!r}")
+            object.__setattr__(self, name, patterns)
+        if all(getattr(self, role) is None for role in ROLES):
+            raise ValueError(f"a Policy needs at least one of {', '.join(ROLES)}; all are None")
+
+    def roles(self) -> dict[str, Quantizer]:
+        """The roles that are set."""
+        names = [f.name for f in fields(self) if f.name in ROLES]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
