@@ -8,8 +8,8 @@ from .random import Key
 from .stats import Tally, tally
 
 __all__ = [
-    "Format",
     "Emulation",
+    "Format",
     "Key",
     "LowPrecision",
     "Policy",

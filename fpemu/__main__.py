@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Annotated, NoReturn
 
 import typer
 
+from . import reference
 from .formats import ALIASES, NAMED, OVERFLOWS, ROUNDINGS, Format, as_format
+from .random import Key
 
 app = typer.Typer(
     name="fpemu",
@@ -21,7 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_WIDTH = 80
 
 _FormatName = Annotated[str, typer.Argument(metavar="FORMAT", help="fp16, bf16, e4m3fn, e5m10 ...")]
 
@@ -40,17 +41,40 @@ def _bad_input() -> Iterator[None]:
         _fail(error)
 
 
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on the terminal; called with how many runs are done, and of how many."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("runs"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 @app.command()
 def ablate(
-    data: Annotated[str, typer.Option(help="digits, or fashion-mnist:DIRECTORY of the four .gz files")] = "digits",
+    data: Annotated[
+        str, typer.Option(help="digits, or fashion-mnist:DIRECTORY of the four .gz files")
+    ] = "digits",
     strategies: Annotated[
-        str, typer.Option(metavar="A,B,FILE", help="built-in names and .toml or .yaml files; default: all built in")
+        str,
+        typer.Option(
+            metavar="A,B,FILE", help="built-in names and .toml or .yaml files; default: all built in"
+        ),
     ] = "",
     lr: Annotated[float, typer.Option(help="learning rate of SGD")] = 0.003,
     momentum: Annotated[float, typer.Option(help="momentum of SGD")] = 0.0,
     batch: Annotated[int, typer.Option(help="images a step")] = 32,
     epochs: Annotated[int, typer.Option(help="passes over the training images")] = 200,
-    seeds: Annotated[int, typer.Option(help="runs of each strategy")] = 2,
+    seeds: Annotated[int, typer.Option(help="runs of each strategy")] = 1,
     out: Annotated[str, typer.Option(metavar="DIR", help="where results and figures go")] = "fpemu-ablate",
     workers: Annotated[int, typer.Option(help="processes, one thread each")] = 2,
 ) -> None:
@@ -68,12 +92,133 @@ def ablate(
     with _bad_input():
         chosen = load_strategies(strategies or ",".join(STRATEGIES))
         settings = Settings(data, lr, momentum, batch, epochs)
-        check_directory(out)
         if seeds < 1 or workers < 1:
             raise ValueError(f"--seeds and --workers must be at least 1, got {seeds} and {workers}")
+        check_directory(out)
     with _progress() as progress:
         results = compare(chosen, settings, seeds=seeds, out=out, workers=workers, progress=progress)
     console = Console()
     console.print(table(results))
-    console.print(f"Mean of {seeds} seed(s), ± sample standard deviation; figures and results.json in {out}/",
-                  soft_wrap=True, highlight=False)  # fmt: skip
+    spread = "" if seeds == 1 else f" Means of {seeds} seeds, ± sample standard deviation."
+    console.print(
+        f"results.json, gradients.png and losses.png are in {out}/.{spread}", soft_wrap=True, highlight=False
+    )
+    if settings.lr < 0.01 and settings.momentum == 0:
+        console.print(
+            "The learning rate is low on purpose, so that updates fall below half an ulp of the weights; "
+            "an ordinary one hides it: --lr 0.1 --momentum 0.9.",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+@app.command()
+def bench(
+    size_log2: Annotated[int, typer.Option(min=10, max=30, help="elements, as a power of two")] = 24,
+    repeats: Annotated[int, typer.Option(min=1, help="rounds; medians are compared")] = 9,
+) -> None:
+    """Measure rounding on one thread beside the copies it cannot beat."""
+    from .bench import run
+
+    run(size_log2, repeats)
+
+
+@app.command()
+def formats() -> None:
+    """List the named formats."""
+    rows = [("name", "bits", "largest", "smallest normal", "smallest", "eps", "also called")]
+    for f in NAMED:
+        limits = (f"{f.max:.6g}", _power(f.smallest_normal), _power(f.smallest_subnormal), _power(f.eps))
+        rows.append((f.name, str(f.bits), *limits, " ".join(ALIASES[f.name])))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@app.command()
+def show(fmt: _FormatName) -> None:
+    """Show one format: its fields and limits and, up to 8 bits, all its values."""
+    with _bad_input():
+        f = as_format(fmt)
+    yes = {True: "yes", False: "no"}
+    lines = {
+        "bits": f"{f.bits}: {'1 sign, ' if f.signed else ''}{f.exponent_bits} exponent, {f.precision - 1} fraction",
+        "precision": f"{f.precision} significand bits",
+        "bias": str(f.bias),
+        "exponents": f"{f.emin} to {f.emax}",
+        "largest": repr(f.max),
+        "smallest normal": f"{_power(f.smallest_normal)} = {f.smallest_normal!r}",
+        "smallest": f"{_power(f.smallest_subnormal)} = {f.smallest_subnormal!r}",
+        "eps": f"{_power(f.eps)} = {f.eps!r}",
+        "specials": f.specials,
+        "infinity": yes[f.has_infinity],
+        "NaN": yes[f.has_nan],
+        "-0.0": yes[f.has_negative_zero],
+        "subnormals": yes[f.subnormal],
+    }
+    typer.echo(f.name)
+    for name, text in lines.items():
+        typer.echo(f"  {name:<15}  {text}")
+    if f.bits <= 8:
+        typer.echo("\ncode  value")
+        for code in range(2**f.bits):
+            typer.echo(f"{code:#04x}  {reference.decode(code, f)!r}")
+
+
+@app.command(name="round", context_settings={"ignore_unknown_options": True})
+def round_(
+    value: Annotated[str, typer.Argument(help="a decimal, a fraction, a hexadecimal float, inf or nan")],
+    fmt: _FormatName,
+    rounding: Annotated[str, typer.Option(help=", ".join(ROUNDINGS))] = "nearest_even",
+    overflow: Annotated[str, typer.Option(help=", ".join(OVERFLOWS))] = "ieee",
+    seed: Annotated[int, typer.Option(help="of the random word that stochastic rounding draws")] = 0,
+) -> None:
+    """Round one number, exactly as it is written, and show its code and what was lost."""
+    with _bad_input():
+        f = as_format(fmt)
+        x = _parse(value)
+        for name, given, known in (("rounding", rounding, ROUNDINGS), ("overflow", overflow, OVERFLOWS)):
+            if given not in known:
+                raise ValueError(f"unknown {name} {given!r}; choose from {', '.join(known)}")
+        word = Key(seed).word(0) if rounding == "stochastic" else None
+    y = reference.round_value(x, f, rounding, overflow=overflow, word=word)
+    typer.echo(f"value  {y!r}{'' if y == 0 or not math.isfinite(y) else f' = {y.hex()}'}")
+    typer.echo(f"code   {_code(y, f)}")
+    if isinstance(x, Fraction) and math.isfinite(y):
+        error = Fraction(y) - x
+        relative = f", {float(abs(error / x)):.3g} of the value" if x else ""
+        typer.echo(f"error  {float(error):.6g}{relative}")
+
+
+def _code(y: float, f: Format) -> str:
+    """Hexadecimal, then sign, exponent and fraction in binary."""
+    if y != y and not f.has_nan:
+        return f"none: {f.name} has no NaN"
+    code = reference.encode(y, f)
+    bits = f"{code:0{f.bits}b}"
+    parts = (
+        bits[: f.signed],
+        bits[f.signed : f.signed + f.exponent_bits],
+        bits[f.signed + f.exponent_bits :],
+    )
+    return f"{code:#0{2 + -(-f.bits // 4)}x} = {' '.join(part for part in parts if part)}"
+
+
+def _parse(text: str) -> Fraction | float:
+    """A number as it is written, no rounding; a float for infinities, NaN and -0."""
+    word = text.strip().lower()
+    if re.fullmatch(r"[+-]?(inf|infinity|nan)", word):
+        return float(word)
+    try:
+        x = Fraction(*float.fromhex(word).as_integer_ratio()) if "0x" in word else Fraction(word)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        raise ValueError(f"{text!r} is no number; write 0.1, 1/3, -2e-8, 0x1.8p-3, inf or nan") from None
+    return -0.0 if x == 0 and word.startswith("-") else x
+
+
+def _power(x: float) -> str:
+    return f"2^{math.frexp(x)[1] - 1}"
+
+
+if __name__ == "__main__":
+    app()

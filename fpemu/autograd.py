@@ -69,7 +69,9 @@ def _(info: Any, in_dims: Any, x: Tensor, spec: str, key: Tensor | None) -> tupl
 
 
 @torch.library.register_vmap("fpemu::round_tally", lib=LIBRARY)
-def _(info: Any, in_dims: Any, x: Tensor, spec: str, key: Any, counts: Tensor, sums: Tensor) -> tuple[Tensor, int]:
+def _(
+    info: Any, in_dims: Any, x: Tensor, spec: str, key: Any, counts: Tensor, sums: Tensor
+) -> tuple[Tensor, int]:
     x = x.movedim(in_dims[0], 0)
     return torch.ops.fpemu.round_tally(x, spec, key, counts, sums), 0
 
@@ -154,7 +156,9 @@ def round_with_gradient(*inputs: Any) -> Tensor:
     return _EagerCast.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _apply(x: Tensor, spec: str | None, key: Tensor | None, counts: Tensor | None, sums: Tensor | None) -> Tensor:
+def _apply(
+    x: Tensor, spec: str | None, key: Tensor | None, counts: Tensor | None, sums: Tensor | None
+) -> Tensor:
     if spec is None:
         return x.clone()
     if counts is None:

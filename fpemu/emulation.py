@@ -129,7 +129,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        changed = {f.name: map_tensors(function, getattr(tree, f.name)) for f in dataclasses.fields(tree) if f.init}
+        changed = {
+            f.name: map_tensors(function, getattr(tree, f.name)) for f in dataclasses.fields(tree) if f.init
+        }
         return dataclasses.replace(tree, **changed)
     leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
     if structure.is_leaf():

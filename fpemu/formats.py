@@ -301,7 +301,7 @@ def as_format(spec: str | Format | Any) -> Format:
 
 def _dtype_name(dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
-    if name not in _BY_NAME:
+    if name not in _BY_NAME and dtype is not None:  # numpy reads None as float64
         try:
             name = np.dtype(dtype).name
         except TypeError:

@@ -67,7 +67,9 @@ class LowPrecision(Optimizer):
         if weight is None and state is None:
             raise ValueError("LowPrecision needs weight= or state=, a format; both are None")
         if weight is None and (master or kahan):
-            raise ValueError(f"{'master' if master else 'kahan'}=True needs weight=, the format of the weights")
+            raise ValueError(
+                f"{'master' if master else 'kahan'}=True needs weight=, the format of the weights"
+            )
         if master and kahan:
             raise ValueError("master=True keeps what kahan=True would make up for; choose one")
         self.weight = _quantizer(weight, rounding)
@@ -91,7 +93,9 @@ class LowPrecision(Optimizer):
         if self.weight is None:
             return
         before = parameter.detach().clone()
-        quantize(parameter.detach(), self.weight.format, overflow=self.weight.overflow, out=parameter.detach())
+        quantize(
+            parameter.detach(), self.weight.format, overflow=self.weight.overflow, out=parameter.detach()
+        )
         if self.master:
             self._hidden[parameter] = before
         elif self.kahan:
@@ -118,8 +122,12 @@ class LowPrecision(Optimizer):
         """
         parameters = self._parameters()
         if closure is not None and self.master:
-            raise ValueError("a closure computes gradients at the rounded weights; master=True cannot give it those")
-        before = {parameter: parameter.detach().clone() for parameter in parameters if parameter.grad is not None}
+            raise ValueError(
+                "a closure computes gradients at the rounded weights; master=True cannot give it those"
+            )
+        before = {
+            parameter: parameter.detach().clone() for parameter in parameters if parameter.grad is not None
+        }
         if closure is not None:
             before = {parameter: parameter.detach().clone() for parameter in parameters}
         if self.master:
@@ -143,17 +151,20 @@ class LowPrecision(Optimizer):
         if self.master:
             self._hidden[parameter].copy_(exact)
         elif self.kahan:
-            # What earlier steps lost is added now (Kahan 1965); what this one loses is kept.
-            update = update - self._hidden[parameter]
+            # Kahan's compensated sum (1965), every operation rounded in the format: what earlier steps lost is
+            # added now, what this one loses is kept.
+            update = self._nearest(self._nearest(update) - self._hidden[parameter])
             target.copy_(before + update)
         self._quantize(target, self.weight, self._key(index, "weight"))
         if self.kahan:
-            lost = (target - before) - update
-            self._quantize(lost, self.weight, self._key(index, "compensation"))
-            self._hidden[parameter].copy_(lost)
+            self._hidden[parameter].copy_(self._nearest(self._nearest(target - before) - update))
         moved = update != 0
         self.updates += int(moved.sum())
         self.lost += int((moved & (target == before)).sum())
+
+    def _nearest(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return quantize(x, self.weight.format, out=x)
 
     def _round_state(self, index: int, parameter: Tensor) -> None:
         if self.kept_state is None:

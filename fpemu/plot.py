@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from .formats import Format, as_format
 from .stats import Tally
@@ -39,7 +40,9 @@ def histogram(tally: Tally, fmt: str | Format, scale: float = 1.0, ax: Axes | No
     lost = tally.lost(fmt, scale)
     occupied = np.flatnonzero(tally.histogram)
     if not occupied.size:
-        raise ValueError("histogram needs a tally with a nonzero finite value, got one without; nothing to draw")
+        raise ValueError(
+            "histogram needs a tally with a nonzero finite value, got one without; nothing to draw"
+        )
     bins = np.arange(occupied[0], occupied[-1] + 1)
     left = tally.exponents[bins] + math.frexp(scale)[1] - 1
     height = 100 * tally.histogram[bins] / tally.histogram.sum()
@@ -56,7 +59,7 @@ def histogram(tally: Tally, fmt: str | Format, scale: float = 1.0, ax: Axes | No
         title=f"{100 * lost:.1f} % of nonzero values become zero in {fmt.name}{scaled}",
     )
     ax.xaxis.set_major_formatter(lambda x, _: _power(round(x)))
-    ax.xaxis.get_major_locator().set_params(integer=True, steps=[1, 2, 4, 5, 10])
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 4, 5, 10]))
     return ax
 
 
@@ -108,7 +111,7 @@ def losses(curves: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axe
     ax.set(xlabel="epoch", ylabel="training loss, mean of the epoch's steps", yscale="log")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter("{x:g}")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     ax.grid(alpha=0.3)
     return ax

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 from .formats import Format, as_format
@@ -68,13 +68,19 @@ class Quantizer:
         return "|".join(map(str, (self.rounding, self.overflow, self.scaling or "", *shape)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def quantizer_of(spec: str) -> Quantizer:
     """The Quantizer whose ``spec`` this is."""
     rounding, overflow, scaling, name, *numbers = spec.split("|")
     exponent_bits, precision, bias, specials, subnormal, signed = numbers
     fmt = Format(
-        name, int(exponent_bits), int(precision), int(bias), specials, subnormal == "1", signed == "1"  # type: ignore[arg-type]
+        name,
+        int(exponent_bits),
+        int(precision),
+        int(bias),
+        specials,
+        subnormal == "1",
+        signed == "1",  # type: ignore[arg-type]
     )
     return Quantizer(fmt, rounding, overflow, scaling or None)
 

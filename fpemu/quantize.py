@@ -91,7 +91,9 @@ def planned(fmt: str | Format, rounding: str, overflow: str) -> Plan:
 def _check_key(rounding: str, key: Key | None) -> None:
     if (rounding == "stochastic") != isinstance(key, Key):
         if rounding != "stochastic" and key is not None:
-            raise ValueError(f"key= is read by rounding='stochastic' only, got rounding={rounding!r}; leave it out")
+            raise ValueError(
+                f"key= is read by rounding='stochastic' only, got rounding={rounding!r}; leave it out"
+            )
         raise ValueError(f"rounding='stochastic' needs key=, for example key=fpemu.Key(0), got {key!r}")
 
 
@@ -166,14 +168,18 @@ def check_tensor(x: Any, name: str) -> None:
             f"{name} must be a plain torch tensor, got {type(x).__name__}; unwrap it first (a DTensor: to_local())"
         )
     if x.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}; round {name}.values() instead")
+        raise TypeError(
+            f"{name} must be a dense tensor, got layout {x.layout}; round {name}.values() instead"
+        )
     if x.dtype != torch.float32:
         raise TypeError(
             f"{name} must be float32, got {x.dtype}; cast first ({name}.float()), and mind that a cast down rounds "
             "once before fpemu does"
         )
     if x.device.type != "cpu":
-        raise TypeError(f"{name} must be on the CPU, got a tensor on {x.device}; move it first ({name}.cpu())")
+        raise TypeError(
+            f"{name} must be on the CPU, got a tensor on {x.device}; move it first ({name}.cpu())"
+        )
 
 
 def round_tensor(x: Any, steps: Plan, key: Key | None, out: Any = None) -> Any:
@@ -198,7 +204,12 @@ def round_tensor(x: Any, steps: Plan, key: Key | None, out: Any = None) -> Any:
 
 
 def encode(
-    x: Array, fmt: str | Format, rounding: str = "nearest_even", *, overflow: str = "ieee", key: Key | None = None
+    x: Array,
+    fmt: str | Format,
+    rounding: str = "nearest_even",
+    *,
+    overflow: str = "ieee",
+    key: Key | None = None,
 ) -> Any:
     """The codes of ``fmt`` that the elements of ``x`` round to.
 
@@ -273,7 +284,9 @@ def decode(codes: Any, fmt: str | Format, dtype: str = "float32") -> Any:
 
         return torch.from_numpy(np.array(decode(codes.numpy(), fmt, dtype)))
     if not isinstance(codes, np.ndarray) or codes.dtype.kind != "u":
-        raise TypeError(f"decode needs an array of unsigned integers, got {getattr(codes, 'dtype', type(codes))}")
+        raise TypeError(
+            f"decode needs an array of unsigned integers, got {getattr(codes, 'dtype', type(codes))}"
+        )
     if codes.dtype.itemsize * 8 > fmt.bits and codes.size and int(codes.max()) >> fmt.bits:
         raise ValueError(f"codes of {fmt.name} have {fmt.bits} bits, got {int(codes.max()):#x}")
     if fmt.bits <= 16:

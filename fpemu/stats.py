@@ -41,7 +41,9 @@ class Tally:
         return Tally(self.counts + other.counts, sums, self.fmt or other.fmt)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tally) and self.fmt == other.fmt and np.array_equal(self.counts, other.counts)
+        return (
+            isinstance(other, Tally) and self.fmt == other.fmt and np.array_equal(self.counts, other.counts)
+        )
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name}={int(self.counts[i])}" for i, name in enumerate(FIELDS) if self.counts[i])
@@ -92,12 +94,12 @@ class Tally:
 
     @property
     def overflow(self) -> int:
-        """Finite values beyond the format's largest: rounded to nearest with no bound on the exponent, past it."""
+        """Finite values that round to nearest, the exponent unbounded, past the format's largest."""
         return self._named("overflow")
 
     @property
     def histogram(self) -> npt.NDArray[np.int64]:
-        """Counts by binade: bin ``i`` holds the finite nonzero values with ``floor(log2(|x|)) == i - 1074``."""
+        """Counts by binade: bin ``i`` has the finite nonzero values with ``floor(log2(|x|)) == i - 1074``."""
         return self.counts[HISTOGRAM:POWERS]
 
     @property
@@ -149,13 +151,15 @@ class Tally:
         return below / total if total else 0.0
 
     def sqnr(self) -> float:
-        """Ratio of the mean square of the values to that of the rounding errors, in dB; infinity without error."""
+        """Mean square of the values over that of the rounding errors, in dB; infinity without error."""
         if self.sums[ERRORS] == 0:
             return math.inf
         return 10 * math.log10(self.sums[SQUARES] / self.sums[ERRORS]) if self.sums[SQUARES] else -math.inf
 
 
-def tally(x: Any, fmt: str | Format | None = None, rounding: str = "nearest_even", *, overflow: str = "ieee") -> Tally:
+def tally(
+    x: Any, fmt: str | Format | None = None, rounding: str = "nearest_even", *, overflow: str = "ieee"
+) -> Tally:
     """What ``x`` holds and, with a format, what rounding to it does.
 
     Args:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,6 @@ from .data import load_data
 from .strategies import Strategy
 from .train import Result, Settings, train
 
-# Each shows one thing; the other built-in strategies are there by name.
-DEFAULT_STRATEGIES = "fp32,mixed,fp16-nearest,fp16-stochastic,fp16-kahan,bf16-nearest,bf16-stochastic,fp8"
-DEFAULT_SEEDS = 2
-
 Run = tuple[Strategy, Settings, int]
 
 
@@ -35,7 +31,7 @@ def ablate(
     strategies: Iterable[Strategy],
     settings: Settings | None = None,
     *,
-    seeds: int = DEFAULT_SEEDS,
+    seeds: int = 1,
     out: str | Path | None = None,
     workers: int = 2,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -63,12 +59,10 @@ def ablate(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
     runs: list[Run] = [(strategy, settings, seed) for strategy in strategies for seed in range(seeds)]
-    finished = {} if out is None else read_results(out)
+    finished = {} if out is None else check_directory(out)
     pending = [run for run in runs if _run_id(run) not in finished]
     if pending:
         load_data(settings.data)  # a damaged file is told here, not by a worker
-    if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)
     progress(len(runs) - len(pending), len(runs))
     for done, result in enumerate(_train_all(pending, workers), len(runs) - len(pending) + 1):
         finished[_run_id((result.strategy, result.settings, result.seed))] = result
@@ -112,13 +106,20 @@ def _train_one(run: Run) -> Result:
 _data = cache(load_data)
 
 
-def read_results(directory: str | Path) -> dict[str, Result]:
-    """The finished runs in a directory's results.json, none if there is no such file.
+def check_directory(directory: str | Path) -> dict[str, Result]:
+    """Make a directory for results if need be, and read the finished runs that its results.json holds.
+
+    Returns:
+        Results by run; none if there is no such file, or if another version of fpemu wrote it.
 
     Raises:
         ValueError: the file cannot be read as results.
+        OSError: the directory cannot be made or written.
     """
     path = Path(directory) / "results.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"cannot write to {directory}; choose another directory")
     if not path.exists():
         return {}
     try:
@@ -172,7 +173,7 @@ def _draw(directory: Path, results: list[Result]) -> None:
         else:
             plot.histogram(sum((run.gradients for run in groups[first]), Tally()), fmt, ax=axes)
             axes.set_xlabel(f"binade of |activation gradient| at the end of training in {first}")
-        _replace(directory / f"{name}.png", lambda path, figure=figure: figure.savefig(path, dpi=150))
+        _replace(directory / f"{name}.png", partial(figure.savefig, dpi=150))
 
 
 def by_strategy(results: Iterable[Result]) -> dict[str, list[Result]]:
@@ -206,8 +207,13 @@ def _cells(runs: list[Result]) -> list[str]:
     return [
         f"{statistics.fmean(accuracies):.1f}{spread}",
         f"{statistics.fmean(run.train_loss for run in runs):.4g}",
-        *(_percent(count / nonzero) for count in (gradients.underflow, gradients.subnormal, gradients.overflow)),
-        "-" if runs[0].updates is None else _percent(sum(run.lost_updates or 0 for run in runs) / (updates or 1)),
+        *(
+            _percent(count / nonzero)
+            for count in (gradients.underflow, gradients.subnormal, gradients.overflow)
+        ),
+        "-"
+        if runs[0].updates is None
+        else _percent(sum(run.lost_updates or 0 for run in runs) / (updates or 1)),
         f"{statistics.fmean(run.skipped_steps for run in runs):.0f}" if runs[0].strategy.loss_scale else "-",
         f"{runs[0].bytes / 1000:.0f}",
     ]

@@ -63,10 +63,14 @@ def parse_data(spec: str) -> tuple[str, Path | None]:
         raise ValueError(f"unknown data {spec!r}; choose digits or fashion-mnist:DIRECTORY")
     path = Path(directory)
     if not path.is_dir():
-        raise ValueError(f"data directory {directory} does not exist; it must hold {', '.join(_FASHION_MNIST)}")
+        raise ValueError(
+            f"data directory {directory} does not exist; it must hold {', '.join(_FASHION_MNIST)}"
+        )
     missing = [file for file in _FASHION_MNIST if not (path / file).is_file()]
     if missing:
-        raise ValueError(f"data directory {directory} lacks {', '.join(missing)}; put the missing files there")
+        raise ValueError(
+            f"data directory {directory} lacks {', '.join(missing)}; put the missing files there"
+        )
     return name, path
 
 
@@ -125,9 +129,13 @@ def _read_idx(path: Path) -> npt.NDArray[np.uint8]:
     except (OSError, EOFError) as error:
         raise ValueError(f"cannot read {path}: {error}; fetch the file again") from None
     if content[:3] != b"\0\0\x08" or len(content) < 4:
-        raise ValueError(f"{path} is no idx file of bytes: it starts with {content[:4].hex()!r}, wanted '000008'")
+        raise ValueError(
+            f"{path} is no idx file of bytes: it starts with {content[:4].hex()!r}, wanted '000008'"
+        )
     start = 4 + 4 * content[3]
     shape = tuple(np.frombuffer(content[4:start], ">u4").tolist())
     if len(content) - start != math.prod(shape):
-        raise ValueError(f"{path} holds {len(content) - start} values, but its shape is {shape}; fetch it again")
+        raise ValueError(
+            f"{path} holds {len(content) - start} values, but its shape is {shape}; fetch it again"
+        )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

@@ -135,12 +135,12 @@ def _check_role(role: Any, where: str) -> None:
         return _check_format(role, where)
     _check_keys(role, _QUANTIZER_KEYS, where)
     if "format" not in role:
-        raise ValueError(f"{where} needs a format, got {dict(role)!r}; add format = \"fp16\" or another name")
+        raise ValueError(f'{where} needs a format, got {dict(role)!r}; add format = "fp16" or another name')
     _check_format(role["format"], where)
     _check_choice(role.get("rounding", "nearest_even"), ROUNDINGS, f"rounding in {where}")
     _check_choice(role.get("overflow", "ieee"), OVERFLOWS, f"overflow in {where}")
     if role.get("scaling") not in (None, "tensor"):
-        raise ValueError(f"unknown scaling {role['scaling']!r} in {where}; choose \"tensor\" or leave it out")
+        raise ValueError(f'unknown scaling {role["scaling"]!r} in {where}; choose "tensor" or leave it out')
 
 
 def _check_patterns(policy: Mapping[str, Any], where: str) -> None:
@@ -167,7 +167,7 @@ def _check_loss_scale(scale: Any, where: str) -> None:
         return
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not number or not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"loss_scale of {where} must be a positive number or \"dynamic\", got {scale!r}")
+        raise ValueError(f'loss_scale of {where} must be a positive number or "dynamic", got {scale!r}')
 
 
 def _everywhere(fmt: str, *roles: str) -> dict[str, str]:
@@ -215,7 +215,9 @@ def load_strategies(names: str | Iterable[str]) -> list[Strategy]:
     asked = names.split(",") if isinstance(names, str) else list(names)
     strategies = [_load(name.strip()) for name in asked if name.strip()]
     if not strategies:
-        raise ValueError(f"no strategy given; choose from {', '.join(STRATEGIES)} or name a .toml or .yaml file")
+        raise ValueError(
+            f"no strategy given; choose from {', '.join(STRATEGIES)} or name a .toml or .yaml file"
+        )
     for i, strategy in enumerate(strategies):
         if strategy.name in [other.name for other in strategies[:i]]:
             raise ValueError(f"two strategies are called {strategy.name!r}; name each once, or rename one")
@@ -250,4 +252,6 @@ def _read(path: Path) -> Any:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot read strategy file {path}: {reason}") from None
     except Exception as error:  # TOMLDecodeError or a YAML error, whose class needs yaml
-        raise ValueError(f"strategy file {path} is not valid {path.suffix[1:]}: {' '.join(str(error).split())}") from None
+        raise ValueError(
+            f"strategy file {path} is not valid {path.suffix[1:]}: {' '.join(str(error).split())}"
+        ) from None

@@ -159,7 +159,13 @@ class _Stepper:
             key = Key(seed).fold_in("optimizer")
             self.optimizer = LowPrecision(self.optimizer, **strategy.optimizer, key=key)
         self.dynamic = strategy.loss_scale == "dynamic"
-        self.scale = 1.0 if strategy.loss_scale is None else FIRST_SCALE if self.dynamic else float(strategy.loss_scale)
+        self.scale = (
+            1.0
+            if strategy.loss_scale is None
+            else FIRST_SCALE
+            if self.dynamic
+            else float(strategy.loss_scale)
+        )
         scaled = strategy.loss_scale is not None
         self.scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, enabled=scaled)
 
@@ -205,9 +211,7 @@ def batches(
     yield from zip(data.train_x[rows].split(size), data.train_y[rows].split(size), strict=True)
 
 
-def gradient_tally(
-    model: torch.nn.Module, strategy: Strategy, scale: float, data: Data, batch: int
-) -> Tally:
+def gradient_tally(model: torch.nn.Module, strategy: Strategy, scale: float, data: Data, batch: int) -> Tally:
     """Tally of the activation gradients of one pass over the training images; no weight is changed.
 
     Args:
@@ -251,7 +255,9 @@ def _tally_as_dict(tally: Tally) -> dict[str, Any]:
 
 
 def _tally_from_dict(content: dict[str, Any]) -> Tally:
-    tally = Tally(sums=np.array(content["sums"]), fmt=as_format(content["format"]) if content["format"] else None)
+    tally = Tally(
+        sums=np.array(content["sums"]), fmt=as_format(content["format"]) if content["format"] else None
+    )
     for i, name in enumerate(FIELDS):
         tally.counts[i] = content[name]
     for name, start in (("histogram", HISTOGRAM), ("powers", POWERS)):

@@ -38,7 +38,9 @@ from .scalar import (
 OPTIONS = dict(nogil=True, error_model="numpy", cache=True)
 BLOCK = 1024  # elements that 256 Philox calls serve
 TWO_32 = np.float32(2.0**32)
-ZEROS, NEGATIVE, INFINITIES, NANS = (FIELDS.index(name) for name in ("zero", "negative", "positive_infinity", "nan"))
+ZEROS, NEGATIVE, INFINITIES, NANS = (
+    FIELDS.index(name) for name in ("zero", "negative", "positive_infinity", "nan")
+)
 UNDER, SUBNORMAL, OVER = (FIELDS.index(name) for name in ("underflow", "subnormal", "overflow"))
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache
 
 import numba
 import numpy as np
@@ -48,12 +48,15 @@ def threads() -> int:
     return min(limit, torch.get_num_threads()) if torch is not None else limit
 
 
-def over_chunks(n: int, work: Callable[[int, int], None]) -> None:
-    """Call ``work(start, stop)`` on pieces that make up ``range(n)``, in parallel if that pays."""
+def over_chunks(n: int, work: Callable[[int, int], None], grain: int = GRAIN) -> None:
+    """Call ``work(start, stop)`` on pieces that make up ``range(n)``, in parallel if that pays.
+
+    Each piece starts at a multiple of ``grain``.
+    """
     if n < PARALLEL or (workers := threads()) == 1:
         work(0, n)
         return
-    step = -(-n // (workers * GRAIN)) * GRAIN
+    step = -(-n // (workers * grain)) * grain
     starts = range(0, n, step)
     waiting = [_executor().submit(work, start, min(n, start + step)) for start in starts[1:]]
     work(0, min(n, step))
@@ -106,24 +109,25 @@ def encode_array(x: int, out: int, n: int, plan: Plan, like: np.unsignedinteger)
 def tally_array(x: int, q: int, n: int, fmt: Format | None, counts: int, sums: int) -> None:
     """Add what ``n`` float32 at ``x``, rounded to those at ``q``, come to, to COUNTS int64 and SUMS float64."""
     words = tally_words(fmt)
-    if n < PARALLEL:
+    if n <= PARALLEL:
         cpu.tally_loop(x, q, n, words, counts, sums)
         return
-    parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]] = []
+    # Pieces of one size, merged in order: the float64 sums must not depend on the number of threads.
+    pieces = -(-n // PARALLEL)
+    parts = [(np.zeros(COUNTS, np.int64), np.zeros(SUMS)) for _ in range(pieces)]
 
-    def work(start: int, stop: int) -> None:
-        part = np.zeros(COUNTS, np.int64), np.zeros(SUMS)
-        cpu.tally_loop(
-            x + 4 * start, q + 4 * start, stop - start, words, part[0].ctypes.data, part[1].ctypes.data
-        )
-        parts.append(part)
+    def work(first: int, last: int) -> None:
+        for start in range(first, last, PARALLEL):
+            part_counts, part_sums = (array.ctypes.data for array in parts[start // PARALLEL])
+            count = min(PARALLEL, last - start)
+            cpu.tally_loop(x + 4 * start, q + 4 * start, count, words, part_counts, part_sums)
 
-    over_chunks(n, work)
-    for part in sorted(parts, key=lambda part: part[1].tolist()):  # in one order, so that sums do not vary
+    over_chunks(n, work, PARALLEL)
+    for part in parts:
         cpu.merge(counts, sums, *part)
 
 
-@lru_cache(maxsize=None)
+@cache
 def code_like(fmt: Format) -> np.unsignedinteger:
     """A zero of the smallest unsigned dtype that holds the codes of ``fmt``."""
     return next(t(0) for t in (np.uint8, np.uint16, np.uint32) if t(0).itemsize * 8 >= fmt.bits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     words: npt.NDArray[np.uint32]
 
 
-@lru_cache(maxsize=None)
+@cache
 def plan(fmt: Format, rounding: str, overflow: str) -> Plan:
     """How to round float32 to ``fmt``.
 
@@ -139,7 +139,7 @@ def _bits(x: float) -> int:
     return int(np.float32(x).view(np.uint32))
 
 
-@lru_cache(maxsize=None)
+@cache
 def tally_words(fmt: Format | None) -> npt.NDArray[np.uint32]:
     """Bits of the smallest normal value, the largest finite one, and the least magnitude that overflows.
 

@@ -70,22 +70,56 @@ Rule = namedtuple(
 def rule_of(words):
     """The Rule that an array of uint32 holds, as numbers that stay in registers."""
     return Rule(
-        words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7], words[8], words[9], words[10],
-        words[11], words[12], words[13], words[14], words[15], words[16], words[17], words[18], words[19], words[20], words[21],
-        words[22], words[23], words[24], words[25], words[26], words[27], words[28], words[29], words[30], words[31], words[32],
+        words[0],
+        words[1],
+        words[2],
+        words[3],
+        words[4],
+        words[5],
+        words[6],
+        words[7],
+        words[8],
+        words[9],
+        words[10],
+        words[11],
+        words[12],
+        words[13],
+        words[14],
+        words[15],
+        words[16],
+        words[17],
+        words[18],
+        words[19],
+        words[20],
+        words[21],
+        words[22],
+        words[23],
+        words[24],
+        words[25],
+        words[26],
+        words[27],
+        words[28],
+        words[29],
+        words[30],
+        words[31],
+        words[32],
     )
 
 
 @intrinsic
 def float_of(typing_context, bits):
     """float32 with these uint32 bits."""
-    return types.float32(types.uint32), lambda context, builder, sig, args: builder.bitcast(args[0], ir.FloatType())
+    return types.float32(types.uint32), lambda context, builder, sig, args: builder.bitcast(
+        args[0], ir.FloatType()
+    )
 
 
 @intrinsic
 def bits_of(typing_context, x):
     """uint32 bits of a float32."""
-    return types.uint32(types.float32), lambda context, builder, sig, args: builder.bitcast(args[0], ir.IntType(32))
+    return types.uint32(types.float32), lambda context, builder, sig, args: builder.bitcast(
+        args[0], ir.IntType(32)
+    )
 
 
 @njit(inline="always")
