@@ -142,7 +142,7 @@ def show(fmt: _FormatName) -> None:
         f = as_format(fmt)
     yes = {True: "yes", False: "no"}
     lines = {
-        "bits": f"{f.bits}: {'1 sign, ' if f.signed else ''}{f.exponent_bits} exponent, {f.precision - 1} fraction",
+        "bits": f"{f.bits}: {int(f.signed)} sign, {f.exponent_bits} exponent, {f.precision - 1} fraction",
         "precision": f"{f.precision} significand bits",
         "bias": str(f.bias),
         "exponents": f"{f.emin} to {f.emax}",

@@ -1,7 +1,7 @@
 """`cast`: rounding as a torch operator, straight through for the gradient.
 
-The operators ``fpemu::round`` and ``fpemu::round_tally`` take everything but tensors in one string, and the key as a
-tensor: an int would make torch.compile start over for every step.
+The operators ``fpemu::round`` and ``fpemu::round_tally`` take everything but tensors in one string, and the
+key as a tensor: an int would make torch.compile start over for every step.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def new_tally() -> tuple[Tensor, Tensor]:
     return torch.zeros(COUNTS, dtype=torch.int64), torch.zeros(SUMS, dtype=torch.float64)
 
 
-class Cast(torch.autograd.Function):
+class _Cast(torch.autograd.Function):
     """Round on the way forward, and the gradient on the way back; each with its key and its tally, or None.
 
     The result is always a new tensor: a view of the input would break on an in-place module after it.
@@ -139,21 +139,21 @@ class Cast(torch.autograd.Function):
 
 
 class _EagerCast(torch.autograd.Function):
-    """`Cast` for plain eager calls: without ``setup_context`` apply() costs a third, but no functorch transform works."""
+    """`_Cast` for plain eager calls: without ``setup_context`` apply() costs a third; functorch needs it."""
 
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        Cast.setup_context(ctx, inputs, None)
+        _Cast.setup_context(ctx, inputs, None)
         return _apply(*inputs[:5])
 
-    backward = Cast.backward
+    backward = _Cast.backward
 
 
 def round_with_gradient(*inputs: Any) -> Tensor:
-    """`Cast` of its nine inputs: a tensor, then spec, key, counts and sums forward, and the same backward."""
+    """`_Cast` of its nine inputs: a tensor, then spec, key, counts, sums forward, and the same backward."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return Cast.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
-    return _EagerCast.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
+        return _Cast.apply(*inputs)
+    return _EagerCast.apply(*inputs)
 
 
 def _apply(
@@ -216,11 +216,11 @@ def cast(
 
 @torch.compiler.assume_constant_result
 def _spec(role: str | Format | Quantizer | None) -> str | None:
-    """What the operators take for a role; a constant for torch.compile, which cannot follow how it is made."""
+    """What the operators take for a role; a constant for torch.compile, which cannot follow its making."""
     return _cached_spec(role)
 
 
 @lru_cache(maxsize=1024)
 def _cached_spec(role: str | Format | Quantizer | None) -> str | None:
     quantizer = as_quantizer(role)
-    return quantizer and quantizer.spec
+    return None if quantizer is None else quantizer.spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -97,9 +98,8 @@ def _cases(n: int) -> dict[str, Callable[[], object]]:
         drawn = key if rounding == "stochastic" else None
         for fmt in FORMATS:
             for name, array, into in (("out=", x, out), ("in place", inplace, inplace)):
-                cases[f"{fmt} {rounding} {name}"] = lambda f=fmt, r=rounding, k=drawn, a=array, o=into: (  # type: ignore[misc]
-                    quantize(a, f, r, key=k, out=o)
-                )
+                call = partial(quantize, array, fmt, rounding, key=drawn, out=into)
+                cases[f"{fmt} {rounding} {name}"] = call
     return cases
 
 

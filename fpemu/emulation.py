@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections import OrderedDict
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -42,7 +43,7 @@ class Site:
 
 
 class ModuleHooks:
-    """The hooks of one module: plain data and methods that get the module passed, so that it copies and pickles."""
+    """The hooks of one module; they get the module passed and hold none, so they copy and pickle."""
 
     def __init__(self, sites: dict[str, Site], leaf: bool) -> None:
         self.sites = sites
@@ -62,7 +63,8 @@ class ModuleHooks:
         self._kept.append(kept)
         for name, parameter in kept.items():
             if parameter is not None and (reason := unsuitable(parameter)) is None:
-                module._parameters[name] = round_with_gradient(parameter, *forward, *backward)  # type: ignore[assignment]
+                rounded: Any = round_with_gradient(parameter, *forward, *backward)
+                module._parameters[name] = rounded
             elif parameter is not None and reason:
                 self.skipped[name] = reason
 
@@ -88,13 +90,14 @@ class ModuleHooks:
 
 
 class StepHook:
-    """Before each forward of the whole model: fresh random words. A recomputation inside it draws the same ones."""
+    """Before each forward of the whole model: fresh random words. A recomputation in it draws the same."""
 
     def __init__(self, keys: list[Tensor]) -> None:
         self.keys = keys
         self.first = True
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        """As a forward pre-hook of the model."""
         if not self.first:
             for key in self.keys:
                 key[2] += 1
@@ -102,19 +105,20 @@ class StepHook:
 
 
 class GradientHook:
-    """Round what has accumulated in a parameter's ``.grad``: sums over uses and micro-batches leave the format."""
+    """Round what has accumulated in a parameter's ``.grad``: sums over uses and batches leave the format."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
 
     def __call__(self, parameter: Tensor) -> None:
+        """As a post-accumulate hook, which must return None."""
         if parameter.grad is not None and unsuitable(parameter.grad) is None:
             spec, key, _, _ = self.site.inputs()
             parameter.grad.copy_(torch.ops.fpemu.round.default(parameter.grad, spec, key))
 
 
 def unsuitable(x: Tensor) -> str | None:
-    """Why a tensor cannot be rounded: None if it can, an empty reason if it holds no floating-point numbers."""
+    """Why a tensor cannot be rounded: None if it can, an empty reason if its numbers are no floats."""
     if not x.is_floating_point() and not x.is_complex():
         return ""
     if type(x) not in (Tensor, nn.Parameter) and not isinstance(x, torch._subclasses.FakeTensor):
@@ -211,7 +215,7 @@ class Report:
 
     def __str__(self) -> str:
         head = ("module", "role", "format", "elements", "to zero", "subnormal", "overflow", "largest")
-        rows = [head]
+        rows: list[tuple[str, ...]] = [head]
         for (name, role), t in self.tallies.items():
             if t.count:
                 shares = (f"{t.share(what):.2%}" for what in ("underflow", "subnormal", "overflow"))
@@ -234,15 +238,16 @@ class Report:
 def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None) -> Emulation:
     """Round weights, activations and gradients of ``model`` as ``policy`` says, until removed.
 
-    Every module without children whose name matches rounds its floating-point outputs and the gradients arriving at
-    them; every matching module that has parameters of its own reads them rounded. The parameters themselves, the
-    state_dict and copies of the model stay as they are. A copy made meanwhile is emulated like the original.
+    Every module without children whose name matches rounds its floating-point outputs and the gradients
+    arriving at them; every matching module that has parameters of its own reads them rounded. The parameters
+    themselves, the state_dict and copies of the model stay as they are. A copy made meanwhile is emulated
+    like the original.
 
     Args:
         model: Any module with float32 parameters and activations on the CPU.
         policy: What to round, and to what.
-        key: Random words of stochastic rounding, by default ``Key(0)``: each module and role draws its own, new
-            ones in each forward of ``model``.
+        key: Random words of stochastic rounding, by default ``Key(0)``: each module and role draws its own,
+            new ones in each forward of ``model``.
 
     Returns:
         The Emulation: a context manager; ``remove()``, ``report()``, ``tallies()``.
@@ -285,15 +290,20 @@ def _chosen(model: nn.Module, policy: Policy) -> OrderedDict[str, nn.Module]:
         name: module for name, module in model.named_modules() if not module._modules or module._parameters
     }
     for pattern in (*policy.include, *policy.exclude):
-        if not any(fnmatchcase(name, pattern) for name in candidates):
-            some = ", ".join(repr(name) for name in list(candidates)[:5])
+        if not any(_matches(pattern, name, module) for name, module in candidates.items()):
+            some = ", ".join(f"{name!r} ({type(module).__name__})" for name, module in candidates.items())
             raise ValueError(
-                f"pattern {pattern!r} matches none of the {len(candidates)} modules; names look like {some}, and "
-                "patterns are fnmatch patterns on these"
+                f"pattern {pattern!r} matches none of the {len(candidates)} modules: "
+                f"{textwrap.shorten(some, 200)}; patterns are module types, or fnmatch "
+                "patterns on these names"
             )
     return OrderedDict(
         (name, module)
         for name, module in candidates.items()
-        if any(fnmatchcase(name, pattern) for pattern in policy.include)
-        and not any(fnmatchcase(name, pattern) for pattern in policy.exclude)
+        if any(_matches(pattern, name, module) for pattern in policy.include)
+        and not any(_matches(pattern, name, module) for pattern in policy.exclude)
     )
+
+
+def _matches(pattern: str | type, name: str, module: nn.Module) -> bool:
+    return fnmatchcase(name, pattern) if isinstance(pattern, str) else isinstance(module, pattern)

@@ -57,7 +57,7 @@ class Format:
     name: str
     exponent_bits: int
     precision: int
-    bias: int = None  # type: ignore[assignment]  # None stands for the usual one, filled in below
+    bias: Any = None  # an int once made; None stands for the usual one
     specials: Specials = "ieee"
     subnormal: bool = True
     signed: bool = True
@@ -91,7 +91,7 @@ class Format:
         low_exponent = self.emin - (self.precision - 1 if self.subnormal else 0)
         if top > 1023 or low_exponent < -1074:
             raise ValueError(
-                f"every value must be exact in binary64 (2**-1074 to 2**1024), but {self.name!r} reaches from "
+                f"every value must be exact in binary64 (2**-1074 to 2**1024), but {self.name!r} goes from "
                 f"2**{low_exponent} to 2**{top + 1}; choose fewer exponent bits or another bias"
             )
 
@@ -125,7 +125,7 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """Smallest positive value; the smallest normal one where there are no subnormals (binary16: 2**-24)."""
+        """Smallest positive value; without subnormals the smallest normal one (binary16: 2**-24)."""
         return math.ldexp(1.0, self.emin - (self.precision - 1 if self.subnormal else 0))
 
     @property
@@ -294,8 +294,8 @@ def as_format(spec: str | Format | Any) -> Format:
         specials: Any = match[3] or ("ieee" if fraction_bits else "fn")
         return Format(name, int(match[1]), fraction_bits + 1, specials=specials)
     raise ValueError(
-        f"unknown format {spec!r}; choose from {', '.join(f.name for f in NAMED)}, an everyday name like 'fp16' "
-        "or 'bf16', 'eXmY' with X exponent and Y fraction bits, or make a Format"
+        f"unknown format {spec!r}; choose from {', '.join(f.name for f in NAMED)}, an everyday name like "
+        "'fp16' or 'bf16', 'eXmY' with X exponent and Y fraction bits, or make a Format"
     )
 
 

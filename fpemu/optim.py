@@ -20,8 +20,9 @@ ROUNDINGS = ("nearest_even", "stochastic")
 class LowPrecision(Optimizer):
     """A torch optimizer whose weights, and state if asked, are values of a format, stored as float32.
 
-    Each step lets the optimizer make its update in float32 and rounds the new weight once. Without a master copy
-    an update below half the distance to the next value is lost under nearest_even; ``updates`` and ``lost`` count.
+    Each step lets the optimizer make its update in float32 and rounds the new weight once. Without a master
+    copy an update below half the distance to the next value is lost under nearest_even; ``updates`` and
+    ``lost`` count.
 
     Args:
         optimizer: Any torch optimizer over float32 CPU parameters. It must not be stepped by itself.
@@ -30,8 +31,8 @@ class LowPrecision(Optimizer):
         rounding: ``"nearest_even"`` or ``"stochastic"``, of the weights and the state.
         master: Keep a float32 copy that updates accumulate in; the weights are that copy, rounded.
         kahan: Keep what rounding the weight lost, itself in the format, and add it to the next update.
-        key: Random words of stochastic rounding. Each parameter draws its own, by its name if the optimizer was
-            made from ``named_parameters()``, else by its place; new ones each step.
+        key: Random words of stochastic rounding. Each parameter draws its own, by its name if the optimizer
+            was made from ``named_parameters()``, else by its place; new ones each step.
 
     The parameters are rounded at once, to nearest even.
 
@@ -80,6 +81,7 @@ class LowPrecision(Optimizer):
         self.updates = 0
         self.lost = 0
         self._step = 0
+        self._keys: dict[tuple[int, str], Key] = {}
         self._hidden: dict[Tensor, Tensor] = {}  # the master copy or the compensation of each parameter
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
@@ -93,17 +95,18 @@ class LowPrecision(Optimizer):
         if self.weight is None:
             return
         before = parameter.detach().clone()
-        quantize(
-            parameter.detach(), self.weight.format, overflow=self.weight.overflow, out=parameter.detach()
-        )
+        quantize(parameter.detach(), self.weight.format, out=parameter.detach())
         if self.master:
             self._hidden[parameter] = before
         elif self.kahan:
             self._hidden[parameter] = torch.zeros_like(before)
 
     def _key(self, index: int, role: str) -> Key:
-        names = [name for group in self.param_groups for name in group.get("param_names", [])]
-        return self.key.fold_in(names[index] if index < len(names) else index).fold_in(role).at(self._step)
+        if (index, role) not in self._keys:
+            names = [name for group in self.param_groups for name in group.get("param_names", [])]
+            owner = self.key.fold_in(names[index] if index < len(names) else index)
+            self._keys[index, role] = owner.fold_in(role)
+        return self._keys[index, role].at(self._step)
 
     @property
     def lost_share(self) -> float:
@@ -151,11 +154,11 @@ class LowPrecision(Optimizer):
         if self.master:
             self._hidden[parameter].copy_(exact)
         elif self.kahan:
-            # Kahan's compensated sum (1965), every operation rounded in the format: what earlier steps lost is
-            # added now, what this one loses is kept.
+            # Kahan's compensated sum (1965), every operation rounded in the format: what earlier steps lost
+            # is added now, what this one loses is kept.
             update = self._nearest(self._nearest(update) - self._hidden[parameter])
             target.copy_(before + update)
-        self._quantize(target, self.weight, self._key(index, "weight"))
+        self._quantize(target, self.weight, index, "weight")
         if self.kahan:
             self._hidden[parameter].copy_(self._nearest(self._nearest(target - before) - update))
         moved = update != 0
@@ -171,17 +174,11 @@ class LowPrecision(Optimizer):
             return
         for name, value in self.state[parameter].items():
             if isinstance(value, Tensor) and value.dtype == torch.float32 and value.shape == parameter.shape:
-                self._quantize(value, self.kept_state, self._key(index, name))
+                self._quantize(value, self.kept_state, index, name)
 
-    def _quantize(self, x: Tensor, quantizer: Quantizer, key: Key) -> None:
-        quantize(
-            x,
-            quantizer.format,
-            quantizer.rounding,
-            overflow=quantizer.overflow,
-            key=key if quantizer.stochastic else None,
-            out=x,
-        )
+    def _quantize(self, x: Tensor, quantizer: Quantizer, index: int, role: str) -> None:
+        key = self._key(index, role) if quantizer.stochastic else None
+        quantize(x, quantizer.format, quantizer.rounding, key=key, out=x)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer; its parameters are rounded at once."""
@@ -216,8 +213,8 @@ class LowPrecision(Optimizer):
         expected = [i for i, parameter in enumerate(parameters) if parameter in self._hidden]
         if hidden is None or sorted(hidden) != expected:
             raise ValueError(
-                "load_state_dict needs the state_dict of a LowPrecision with the same parameters, master= and kahan=; "
-                f"got keys {sorted(state_dict)}"
+                "load_state_dict needs the state_dict of a LowPrecision with the same parameters, master= "
+                f"and kahan=; got keys {sorted(state_dict)}"
             )
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state

@@ -78,9 +78,9 @@ def quantizer_of(spec: str) -> Quantizer:
         int(exponent_bits),
         int(precision),
         int(bias),
-        specials,
+        specials,  # type: ignore[arg-type]
         subnormal == "1",
-        signed == "1",  # type: ignore[arg-type]
+        signed == "1",
     )
     return Quantizer(fmt, rounding, overflow, scaling or None)
 
@@ -104,8 +104,8 @@ class Policy:
         activation: Outputs of modules.
         gradient: Gradients arriving at those outputs.
         weight_gradient: Gradients of parameters, as computed and as accumulated in ``.grad``.
-        include: A pattern, or several, of module names (fnmatch, as in ``named_modules``).
-        exclude: Patterns of module names to leave alone.
+        include: A module type or a pattern of module names (fnmatch, as in ``named_modules``), or several.
+        exclude: The same, of modules to leave alone.
 
     Each role is a format name, a Format, a Quantizer, or None: leave alone.
 
@@ -121,17 +121,19 @@ class Policy:
     activation: Any = None
     gradient: Any = None
     weight_gradient: Any = None
-    include: str | tuple[str, ...] = "*"
-    exclude: str | tuple[str, ...] = ()
+    include: Any = "*"
+    exclude: Any = ()
 
     def __post_init__(self) -> None:
         for role in ROLES:
             object.__setattr__(self, role, as_quantizer(getattr(self, role)))
         for name in ("include", "exclude"):
             value = getattr(self, name)
-            patterns = (value,) if isinstance(value, str) else tuple(value)
-            if not all(isinstance(pattern, str) for pattern in patterns):
-                raise TypeError(f"{name} must be a pattern or several, got {value!r}")
+            patterns = (value,) if isinstance(value, (str, type)) else tuple(value)
+            if not all(isinstance(pattern, (str, type)) for pattern in patterns):
+                raise TypeError(
+                    f"{name} must be a module type or a pattern of names, or several, got {value!r}"
+                )
             object.__setattr__(self, name, patterns)
         if all(getattr(self, role) is None for role in ROLES):
             raise ValueError(f"a Policy needs at least one of {', '.join(ROLES)}; all are None")

@@ -78,7 +78,7 @@ def _planned(fmt: str | Format, rounding: str, overflow: str) -> Plan:
     return plan(as_format(fmt), rounding, overflow)
 
 
-def planned(fmt: str | Format, rounding: str, overflow: str) -> Plan:
+def planned(fmt: Any, rounding: str, overflow: str) -> Plan:
     """The checked and planned form of the arguments that say how to round."""
     if not isinstance(fmt, (str, Format)):
         fmt = as_format(fmt)
@@ -130,8 +130,8 @@ def check_numpy(x: npt.NDArray[Any], name: str) -> None:
     """Refuse what is not native float32."""
     if x.dtype != np.float32 or isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"{name} must be a float32 array in native byte order, got {type(x).__name__} of {x.dtype}; cast first "
-            f"({name}.astype('float32')), and mind that a cast down rounds once before fpemu does"
+            f"{name} must be a float32 array in native byte order, got {type(x).__name__} of {x.dtype}; cast "
+            f"first ({name}.astype('float32')), and mind that a cast down rounds once before fpemu does"
         )
 
 
@@ -165,7 +165,8 @@ def check_tensor(x: Any, name: str) -> None:
 
     if type(x) not in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(
-            f"{name} must be a plain torch tensor, got {type(x).__name__}; unwrap it first (a DTensor: to_local())"
+            f"{name} must be a plain torch tensor, got {type(x).__name__}; unwrap it first "
+            "(a DTensor: to_local())"
         )
     if x.layout != torch.strided:
         raise TypeError(
@@ -173,8 +174,8 @@ def check_tensor(x: Any, name: str) -> None:
         )
     if x.dtype != torch.float32:
         raise TypeError(
-            f"{name} must be float32, got {x.dtype}; cast first ({name}.float()), and mind that a cast down rounds "
-            "once before fpemu does"
+            f"{name} must be float32, got {x.dtype}; cast first ({name}.float()), and mind that a cast down "
+            "rounds once before fpemu does"
         )
     if x.device.type != "cpu":
         raise TypeError(
@@ -238,7 +239,7 @@ def encode(
         raise ValueError(f"encode needs a format of up to 32 bits, but {fmt.name} has {fmt.bits}")
     steps = planned(fmt, rounding, overflow)
     like = launch.code_like(fmt)
-    rounded = quantize(x, fmt, rounding, overflow=overflow, key=key)
+    rounded: Any = quantize(x, fmt, rounding, overflow=overflow, key=key)
     if isinstance(rounded, np.ndarray):
         rounded = np.ascontiguousarray(rounded).reshape(rounded.shape)
         codes = np.empty(rounded.shape, like.dtype)
@@ -246,7 +247,7 @@ def encode(
         return codes
     import torch
 
-    rounded = rounded.contiguous()  # type: ignore[attr-defined]
+    rounded = rounded.contiguous()
     tensor = torch.empty(rounded.shape, dtype=getattr(torch, like.dtype.name))
     launch.encode_array(rounded.data_ptr(), tensor.data_ptr(), tensor.numel(), steps, like)
     return tensor

@@ -86,7 +86,7 @@ class Key:
         """A key of its own for a rank, a step or a name: same data, same key, and else independent.
 
         Args:
-            data: An int (below 2**64, its sign ignored by no one: negative ones are refused) or a string.
+            data: A string, or an int from 0 to 2**64 - 1.
 
         Returns:
             A key with another seed and stream, the same step and offset.
@@ -97,13 +97,15 @@ class Key:
         """
         if isinstance(data, str):
             digest = hashlib.blake2b(data.encode(), digest_size=12).digest()
-            words = tuple(int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8))
+            low, middle, high = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8))
         elif isinstance(data, (int, np.integer)) and not isinstance(data, bool) and 0 <= data < 2**64:
-            words = (int(data) & MASK, int(data) >> 32, 0)
+            low, middle, high = int(data) & MASK, int(data) >> 32, 0
         else:
             raise ValueError(f"fold_in needs a string or an int with 0 <= data < 2**64, got {data!r}")
         # The fourth counter word keeps folds of ints and of names apart, and both from most steps.
-        seed, stream, _, _ = philox4x32((*words, MASK - isinstance(data, str)), (self.seed, self.stream))
+        seed, stream, _, _ = philox4x32(
+            (low, middle, high, MASK - isinstance(data, str)), (self.seed, self.stream)
+        )
         return replace(self, seed=seed, stream=stream)
 
     def at(self, step: int) -> Key:

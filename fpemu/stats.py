@@ -1,4 +1,4 @@
-"""Tallies: in one pass, what numbers an array holds and what rounding does to them. Counts are exact and add up."""
+"""Tallies: what numbers an array holds and what rounding does to them, counted exactly, in one pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tally:
             return NotImplemented
         if self.fmt != other.fmt and self.count and other.count:
             raise ValueError(
-                f"tallies of rounding to {self.fmt} and to {other.fmt} do not add up; count both for one format"
+                f"tallies of rounding to {self.fmt} and {other.fmt} do not add up; count both for one format"
             )
         sums = self.sums + other.sums
         sums[AMAX] = max(self.amax, other.amax)

@@ -6,6 +6,7 @@ import gzip
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,11 +115,11 @@ def _digits() -> Data:
     return Data(_scaled(train_x, 16), _classes(train_y), _scaled(test_x, 16), _classes(test_y))
 
 
-def _scaled(images: npt.NDArray, largest: int) -> torch.Tensor:
+def _scaled(images: npt.NDArray[Any], largest: int) -> torch.Tensor:
     return torch.tensor(images.reshape(len(images), -1), dtype=torch.float32) / largest
 
 
-def _classes(labels: npt.NDArray) -> torch.Tensor:
+def _classes(labels: npt.NDArray[Any]) -> torch.Tensor:
     return torch.tensor(labels, dtype=torch.int64)
 
 

@@ -62,7 +62,7 @@ class Result:
         settings: The settings.
         seed: Of the initial weights, the order of the images and the random rounding.
         accuracy: Share of the test images classified right.
-        train_loss: Mean over the training images after the last step, weights as the strategy has them, else FP32.
+        train_loss: Mean over the training images after the last step; only the weights are rounded.
         losses: Mean loss of the steps of each epoch.
         gradients: Tally of the activation gradients of one pass over the training images after the last step.
         updates: Weight updates that were not zero; ``None`` where the weights are FP32.

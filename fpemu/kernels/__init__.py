@@ -1,1 +1,1 @@
-"""Compiled loops: `scalar` holds all arithmetic, `cpu` the loops over arrays, `rules` what a format comes to."""
+"""Compiled loops: `scalar` is all arithmetic, `cpu` the loops over arrays, `rules` what a format comes to."""

@@ -1,7 +1,8 @@
 """Loops over arrays on the CPU; no arithmetic of their own.
 
-A loop body runs over a whole small slice, ``for i in range(x.size)``: that is the form Numba vectorises. In place has
-a loop of its own: the two-array loop on one array would fail its overlap check and run element by element.
+A loop body runs over a whole small slice, ``for i in range(x.size)``: that is the form Numba vectorises. In
+place has a loop of its own: the two-array loop on one array would fail its overlap check and run element by
+element.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ def _what_rounding_did(x, q, words, counts, sums):
 
 @njit(**OPTIONS)
 def _what_it_is(x, bins, counts):
-    """Binades through a table of (exponent field, is a power of two); returns the largest finite magnitude's bits."""
+    """Binades by a table of (exponent field, is a power of two); returns the largest finite one's bits."""
     largest = ZERO
     for i in range(x.size):
         u = x[i]

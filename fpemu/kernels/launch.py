@@ -1,8 +1,8 @@
 """From arrays to loops: addresses, threads, keys.
 
-Threads are Python's, not OpenMP's: the loops release the GIL, a forked child simply starts a pool of its own, and no
-second OpenMP runtime meets torch's. A call uses as many as numba and, where it is loaded, torch are set to
-(NUMBA_NUM_THREADS, torch.set_num_threads, OMP_NUM_THREADS).
+Threads are Python's, not OpenMP's: the loops release the GIL, a forked child simply starts a pool of its
+own, and no second OpenMP runtime meets torch's. A call uses as many as numba and, where it is loaded, torch
+are set to (NUMBA_NUM_THREADS, torch.set_num_threads, OMP_NUM_THREADS).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def round_array(x: int, out: int, n: int, plan: Plan, key: Key | None) -> None:
 
 
 def encode_array(x: int, out: int, n: int, plan: Plan, like: np.unsignedinteger) -> None:
-    """Codes of ``n`` float32 at ``x`` that are values of the plan's format, as ``like``'s type, to ``out``."""
+    """Codes of ``n`` float32 at ``x``, values of the plan's format, to ``out`` as ``like``'s type."""
     width = like.itemsize
     over_chunks(
         n,
@@ -107,7 +107,7 @@ def encode_array(x: int, out: int, n: int, plan: Plan, like: np.unsignedinteger)
 
 
 def tally_array(x: int, q: int, n: int, fmt: Format | None, counts: int, sums: int) -> None:
-    """Add what ``n`` float32 at ``x``, rounded to those at ``q``, come to, to COUNTS int64 and SUMS float64."""
+    """Add what ``n`` float32 at ``x``, rounded to those at ``q``, come to, to counts and sums."""
     words = tally_words(fmt)
     if n <= PARALLEL:
         cpu.tally_loop(x, q, n, words, counts, sums)

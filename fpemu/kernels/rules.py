@@ -1,4 +1,4 @@
-"""From a format, a rounding and an overflow policy to the numbers and the loop that carry them out in float32."""
+"""From format, rounding and overflow policy to the numbers and the loop that carry them out in float32."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan(fmt: Format, rounding: str, overflow: str) -> Plan:
 
 
 def carried(fmt: Format) -> Format:
-    """``fmt``, or binary32 in its place where it holds every float32: rounding a float32 to it changes nothing."""
+    """``fmt``, or binary32 in its place where it holds every float32: rounding then changes nothing."""
     if fmt.precision >= 24 and fmt.emin <= -126 and fmt.max >= BINARY32.max and fmt.specials == "ieee":
         if fmt.signed and fmt.subnormal and fmt.smallest_subnormal <= BINARY32.smallest_subnormal:
             return BINARY32
@@ -59,8 +59,8 @@ def carried(fmt: Format) -> Format:
     fits = fmt.emin >= emin and fmt.smallest_subnormal >= BINARY32.smallest_subnormal and fmt.precision <= 24
     if not fits or fmt.max > BINARY32.max:
         raise ValueError(
-            f"{fmt.name} reaches from {fmt.smallest_subnormal:g} to {fmt.max:g} with {fmt.precision} significand bits: "
-            "float32 cannot hold all of that"
+            f"{fmt.name} reaches from {fmt.smallest_subnormal:g} to {fmt.max:g} with {fmt.precision} "
+            "significand bits: float32 cannot hold all of that"
         )
     return fmt
 
@@ -143,8 +143,8 @@ def _bits(x: float) -> int:
 def tally_words(fmt: Format | None) -> npt.NDArray[np.uint32]:
     """Bits of the smallest normal value, the largest finite one, and the least magnitude that overflows.
 
-    A finite value overflows if nearest_even, with no bound on the exponent, takes it past the largest finite value:
-    so saturating, which hides that, is counted too.
+    A finite value overflows if nearest_even, with no bound on the exponent, takes it past the largest finite
+    value: so saturating, which hides that, is counted too.
     """
     if fmt is None:
         return np.array([0, 0x7F800000, 0x7F800000], np.uint32)

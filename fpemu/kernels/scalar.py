@@ -1,8 +1,8 @@
 """All the arithmetic: one float's bits in, one float's bits out, for CPU and CUDA alike.
 
 Integers throughout, but for one magic addition, so that no device can flush a subnormal, fuse two operations
-or round another way. Selects, no branches: loops over these functions vectorise. Numba widens ``uint32 op uint32``
-to uint64, so every cast is written.
+or round another way. Selects, no branches: loops over these functions vectorise. Numba widens ``uint32 op
+uint32`` to uint64, so every cast is written.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def bits_of(typing_context, x):
 def nearest_even_magic(u, rule):
     """Round to nearest even by adding and subtracting a power of two whose last place is one quantum.
 
-    For formats with subnormals, -0.0 and room above them in float32 (at most 7 exponent bits), where an infinity
-    becomes what an overflow does.
+    For formats with subnormals, -0.0 and room above them in float32 (at most 7 exponent bits), where an
+    infinity becomes what an overflow does.
     """
     a = U(u & ABS)
     clamped = a if a < rule.clamp else rule.clamp
@@ -142,7 +142,7 @@ def nearest_even_magic(u, rule):
 
 @njit(inline="always")
 def nearest_even_wide(u, rule):
-    """Round to nearest even where every binade, float32's subnormals included, drops the same bits: bfloat16, tf32."""
+    """Round to nearest even where every binade, float32's subnormals too, drops the same: bfloat16, tf32."""
     a = U(u & ABS)
     odd = U(U(a >> U(rule.drop & U(31))) & ONE)
     r = U(U(a + U(rule.half + odd)) & rule.keep)
@@ -171,13 +171,14 @@ def stochastic_usual(u, word, rule):
 
 @njit(inline="always")
 def split(a, rule):
-    """Significand of a float32 magnitude, its exponent field (subnormals count as 1), how many bits to drop."""
+    """Significand of a float32 magnitude, its exponent field (subnormals: 1), how many bits to drop."""
     field = U(a >> U(23))
     normal = field > ZERO
     significand = U(U(a & FRACTION) | (IMPLICIT if normal else ZERO))
     drop = U(rule.drop - (ZERO if normal else rule.low))
     field = field if normal else ONE
-    # Below emin the quantum stays put, so each binade down drops one more. Past 26 nothing changes but the odds.
+    # Below emin the quantum stays put, so each binade down drops one more. Past 26 nothing changes but the
+    # odds.
     below = U(U(rule.emin - field) + rule.extra)
     drop = U(drop + (below if field < rule.emin else ZERO))
     return significand, field, drop
@@ -207,8 +208,9 @@ def finish(u, a, quanta, field, drop, rule):
 def deterministic(u, rule):
     """Round one float32 by any mode but stochastic.
 
-    Every mode is: add something below the last kept bit, then truncate. Directed modes add all ones or nothing by
-    the sign; to_odd all ones if the last kept bit is 0; nearest modes half of (all ones + 1 if a tie goes up).
+    Every mode is: add something below the last kept bit, then truncate. Directed modes add all ones or
+    nothing by the sign; to_odd all ones if the last kept bit is 0; nearest modes half of (all ones + 1 if a
+    tie goes up).
     """
     a = U(u & ABS)
     significand, field, drop = split(a, rule)
@@ -228,8 +230,8 @@ def stochastic(u, word, rule):
     """Round one float32 up with probability floor(dropped fraction * 2**32) / 2**32."""
     a = U(u & ABS)
     significand, field, drop = split(a, rule)
-    # The dropped fraction's first 32 bits: the significand at the top of a word, shifted by how far the binary point
-    # of the quantum lies from there.
+    # The dropped fraction's first 32 bits: the significand at the top of a word, shifted by how far the
+    # binary point of the quantum lies from there.
     top = U(significand << U(8))
     left = U(top << U(U(U(24) - drop) & U(31)))
     right = U(drop - U(25))
@@ -256,14 +258,15 @@ def encode_bits(u, rule):
     return U(code | (rule.code_sign if u >= SIGN else ZERO))
 
 
-# Philox4x32-10 in uint64 lanes that hold 32-bit words in their lower half: twice as fast on a CPU as 32-bit lanes.
+# Philox4x32-10 in uint64 lanes that hold 32-bit words in their lower half: twice as fast on a CPU as 32-bit
+# lanes.
 LOW, HALF = W(0xFFFFFFFF), W(32)
 M0, M1, W0, W1 = W(0xD2511F53), W(0xCD9E8D57), W(0x9E3779B9), W(0xBB67AE85)
 
 
 @njit(inline="always")
 def philox(c0, c1, c2, c3, k0, k1):
-    """Words (0, 1) and (2, 3) of Philox4x32-10 as two uint64, lower word first. All arguments uint64 below 2**32."""
+    """Words (0, 1) and (2, 3) of Philox4x32-10, as two uint64, lower word first; arguments below 2**32."""
     for _ in range(10):
         low = W(W(c0 & LOW) * M0)
         high = W(W(c2 & LOW) * M1)
