@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -39,7 +38,7 @@ class Site:
     def tally(self) -> Tally:
         """A copy of the counts so far."""
         # A scaled tensor's format moves with its scale, so only the counts are of the format's name.
-        return Tally(np.array(self.counts), np.array(self.sums), self.quantizer.format)
+        return Tally(self.counts.numpy().copy(), self.sums.numpy().copy(), self.quantizer.format)
 
 
 class ModuleHooks:

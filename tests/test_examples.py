@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import pathlib
 import re
 
@@ -29,7 +30,7 @@ def with_output(page: pathlib.Path, language: str) -> list[tuple[str, str | None
     all_blocks = [*blocks(page), ("", "")]
     return [
         (content, after if kind == "text" else None)
-        for (lang, content), (kind, after) in zip(all_blocks, all_blocks[1:], strict=False)
+        for (lang, content), (kind, after) in itertools.pairwise(all_blocks)
         if lang == language
     ]
 
@@ -72,7 +73,8 @@ def test_the_first_code_is_on_line_7_at_the_latest():
 
 
 def test_the_api_page_lists_every_public_name():
-    rows = re.findall(r"^\| `(.+?)` \| (.+) \|$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.+?)` \| (.+) \|$", page, re.MULTILINE)
     assert {name for name, _ in rows} >= set(fpemu.__all__)
     for name, text in rows:
         value = fpemu
