@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from .codes import decode, encode, pack, unpack
 from .formats import Format, as_format
-from .quantize import decode, encode, quantize
+from .quantize import quantize
 from .random import Key
 from .stats import Tally, tally
 
@@ -21,9 +22,11 @@ __all__ = [
     "emulate",
     "encode",
     "optim",
+    "pack",
     "plot",
     "quantize",
     "tally",
+    "unpack",
 ]
 
 __version__ = "0.1.0"

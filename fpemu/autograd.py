@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from . import stats
+from .arrays import carrier_of
 from .formats import Format
 from .kernels.layout import COUNTS, SUMS
-from .kernels.rules import Plan
 from .policy import Quantizer, as_quantizer, quantizer_of
-from .quantize import check_tensor, planned, round_tensor
+from .quantize import round_tensor
 from .random import Key
 
 LIBRARY = torch.library.Library("fpemu", "DEF")
@@ -31,18 +31,17 @@ LIBRARY.define(
 
 
 def _round(x: Tensor, spec: str, key: Tensor | None) -> Tensor:
-    check_tensor(x, "x")
+    carrier = carrier_of(x)
     quantizer = quantizer_of(spec)
-    return round_tensor(x, _plan(x, quantizer), None if key is None else _key(key))
+    steps = quantizer.plan(_format(x, quantizer), carrier)
+    return round_tensor(x, steps, None if key is None else _key(key))
 
 
 def _round_tally(x: Tensor, spec: str, key: Tensor | None, counts: Tensor, sums: Tensor) -> Tensor:
-    check_tensor(x, "x")
+    carrier = carrier_of(x)
     quantizer = quantizer_of(spec)
     fmt = _format(x, quantizer)
-    rounded = round_tensor(
-        x, planned(fmt, quantizer.rounding, quantizer.overflow), None if key is None else _key(key)
-    )
+    rounded = round_tensor(x, quantizer.plan(fmt, carrier), None if key is None else _key(key))
     stats.add(counts.data_ptr(), sums.data_ptr(), x, rounded, fmt)
     return rounded
 
@@ -74,10 +73,6 @@ def _(
 ) -> tuple[Tensor, int]:
     x = x.movedim(in_dims[0], 0)
     return torch.ops.fpemu.round_tally(x, spec, key, counts, sums), 0
-
-
-def _plan(x: Tensor, quantizer: Quantizer) -> Plan:
-    return planned(_format(x, quantizer), quantizer.rounding, quantizer.overflow)
 
 
 def _format(x: Tensor, quantizer: Quantizer) -> Format:
@@ -178,16 +173,16 @@ def cast(
     The derivative of rounding is taken as one (straight-through).
 
     Args:
-        x: float32 tensor of any shape; integer and bool tensors pass unchanged.
+        x: Tensor of float32, float64, float16 or bfloat16, any shape; integer and bool ones pass unchanged.
         forward: Format of the value, or a Quantizer; None leaves it alone.
         backward: The same for the gradient.
         key: Random words of stochastic rounding; the gradient draws from ``key.fold_in("backward")``.
 
     Returns:
-        float32 tensor of ``x``'s shape and memory format, always a new one.
+        Tensor of ``x``'s dtype, shape and memory format, always a new one.
 
     Raises:
-        TypeError: a tensor that is not float32, or not a plain dense one.
+        TypeError: a tensor of another dtype, or not a plain dense one.
         ValueError: an unknown name; stochastic rounding without ``key``.
 
     Example:
@@ -203,8 +198,7 @@ def cast(
     specs = _spec(forward), _spec(backward)
     if not x.is_floating_point() and not x.is_complex():
         return x
-    if x.dtype != torch.float32:
-        raise TypeError(f"cast needs a float32 tensor, got {x.dtype}; cast first (x.float())")
+    carrier_of(x)
     keys: list[Tensor | None] = [None, None]
     for place, spec in enumerate(specs):
         if spec is not None and spec.startswith("stochastic|"):

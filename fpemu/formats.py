@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-Specials = Literal["ieee", "fn", "fnuz", "finite"]
+Specials = Literal["ieee", "fn", "fnuz", "finite", "p3109e", "p3109f"]
 
 ROUNDINGS = (
     "nearest_even",
@@ -36,10 +36,12 @@ class Format:
         name: Short name, as ``as_format`` takes it if the format is a named one.
         exponent_bits: Width of the exponent field, 1 to 11.
         precision: Significand bits, the implicit one included, 1 to 53 (binary16: 11).
-        bias: Exponent bias; by default ``2**(exponent_bits - 1) - 1`` (``fnuz``: one more).
+        bias: Exponent bias; by default ``2**(exponent_bits - 1) - 1`` (``fnuz`` and P3109: one more).
         specials: Which codes are no finite number. ``"ieee"``: the top exponent holds infinity and
             NaNs. ``"fn"``: NaN is the code of all ones, no infinity. ``"fnuz"``: NaN is the code of
-            -0.0, no infinity and no -0.0. ``"finite"``: none, every code is a number.
+            -0.0, no infinity and no -0.0. ``"finite"``: none, all codes are numbers. ``"p3109e"`` and
+            ``"p3109f"``, extended and finite formats of IEEE P3109: one NaN, the code of -0.0 or, if
+            unsigned, of all ones; no -0.0; extended ones have infinity next to the largest value.
         subnormal: Whether values below ``smallest_normal`` exist. If not, the codes that would mean
             them mean zero; with precision 1 the one such code means ``2**-bias`` and there is no
             zero (e8m0fnu).
@@ -75,7 +77,8 @@ class Format:
                     f"{field} must be an int from {low} to {high}, got {value!r} for format {self.name!r}"
                 )
         if self.bias is None:
-            object.__setattr__(self, "bias", 2 ** (self.exponent_bits - 1) - (self.specials != "fnuz"))
+            usual = self.specials in ("ieee", "fn", "finite")
+            object.__setattr__(self, "bias", 2 ** (self.exponent_bits - 1) - usual)
         if not isinstance(self.bias, int) or isinstance(self.bias, bool):
             raise ValueError(f"bias must be an int, got {self.bias!r} for format {self.name!r}")
         if self.specials == "fnuz" and not self.signed:
@@ -136,7 +139,7 @@ class Format:
     @property
     def has_infinity(self) -> bool:
         """Whether the format has infinities."""
-        return self.specials == "ieee"
+        return self.specials in ("ieee", "p3109e")
 
     @property
     def has_nan(self) -> bool:
@@ -151,7 +154,12 @@ class Format:
     @property
     def has_negative_zero(self) -> bool:
         """Whether -0.0 is a value of its own."""
-        return self.signed and self.specials != "fnuz" and self.has_zero
+        return self.signed and self.specials in ("ieee", "fn", "finite") and self.has_zero
+
+    @property
+    def ties_to_even_code(self) -> bool:
+        """Whether a tie between values of one significand bit goes to the even code, not to the larger."""
+        return self.specials in ("p3109e", "p3109f")
 
     @property
     def _binade(self) -> int:
@@ -167,7 +175,10 @@ class Format:
     def max_code(self) -> int:
         """Code of the largest finite value (binary16: 0x7bff)."""
         ones = (1 << (self.exponent_bits + self.precision - 1)) - 1
-        return ones - {"ieee": self._binade, "fn": 1, "fnuz": 0, "finite": 0}[self.specials]
+        above = {"ieee": self._binade, "fn": 1, "fnuz": 0, "finite": 0, "p3109f": 0, "p3109e": 1}[
+            self.specials
+        ]
+        return ones - above - (self.specials.startswith("p3109") and not self.signed)
 
     @property
     def infinity_code(self) -> int | None:
@@ -182,6 +193,8 @@ class Format:
             "fn": self.max_code + 1,
             "fnuz": self.sign_code,
             "finite": None,
+            "p3109e": self.sign_code or self.max_code + 2,
+            "p3109f": self.sign_code or self.max_code + 1,
         }[self.specials]
 
     def magnitude(self, code: int) -> float:
@@ -269,7 +282,8 @@ def as_format(spec: str | Format | Any) -> Format:
         spec: A ``Format``; a name of IEEE 754, ml_dtypes or everyday use (``"fp16"``, ``"half"``,
             ``"bf16"``, ``"fp8_e4m3"``, ``"float8_e4m3fnuz"``); any ``"eXmY"`` with X exponent and Y
             fraction bits, read the IEEE way (with Y = 0 as ``"fn"``) unless it ends in ``fn`` or
-            ``fnuz``; or a numpy or torch dtype.
+            ``fnuz``; a name of IEEE P3109, ``"binary8p4se"``: bits, precision, signed or unsigned,
+            extended or finite; or a numpy or torch dtype.
 
     Returns:
         The format. The names ``e3m2``, ``e2m3`` and ``e2m1`` are the OCP ones, without specials.
@@ -293,9 +307,15 @@ def as_format(spec: str | Format | Any) -> Format:
         fraction_bits = int(match[2])
         specials: Any = match[3] or ("ieee" if fraction_bits else "fn")
         return Format(name, int(match[1]), fraction_bits + 1, specials=specials)
+    if match := re.fullmatch(r"binary(\d{1,2})p(\d{1,2})([su])([ef])", name):
+        bits, precision, signed = int(match[1]), int(match[2]), match[3] == "s"
+        exponent_bits = bits - precision + (not signed)
+        if exponent_bits < 1 or precision < 1:
+            raise ValueError(f"{name!r} needs a precision from 1 to {bits - signed}, got {precision}")
+        return Format(name, exponent_bits, precision, specials=f"p3109{match[4]}", signed=signed)  # type: ignore[arg-type]
     raise ValueError(
         f"unknown format {spec!r}; choose from {', '.join(f.name for f in NAMED)}, an everyday name like "
-        "'fp16' or 'bf16', 'eXmY' with X exponent and Y fraction bits, or make a Format"
+        "'fp16' or 'bf16', 'eXmY' with X exponent and Y fraction bits, 'binary8p4se', or make a Format"
     )
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any
 
-from .formats import Format, as_format
+from .formats import BINARY32, Format, as_format
+from .kernels.rules import Plan
 from .quantize import planned
 
 SCALINGS = (None, "tensor")
@@ -20,7 +21,7 @@ class Quantizer:
     Attributes:
         format: A Format, or a name that ``as_format`` takes.
         rounding: As for ``quantize``.
-        overflow: As for ``quantize``.
+        overflow: As for ``quantize``, like ``random_bits``, ``variant`` and ``flush_subnormals``.
         scaling: None, or ``"tensor"``: each tensor is rounded as if scaled by the largest power of two that
             keeps its largest finite magnitude in the format's range, and scaled back. Rounding happens once.
 
@@ -36,6 +37,9 @@ class Quantizer:
     rounding: str = "nearest_even"
     overflow: str = "ieee"
     scaling: str | None = None
+    random_bits: int | None = None
+    variant: str = "C"
+    flush_subnormals: bool = False
 
     def __init__(
         self,
@@ -43,6 +47,9 @@ class Quantizer:
         rounding: str = "nearest_even",
         overflow: str = "ieee",
         scaling: str | None = None,
+        random_bits: int | None = None,
+        variant: str = "C",
+        flush_subnormals: bool = False,
     ) -> None:
         if scaling not in SCALINGS:
             raise ValueError(f"unknown scaling {scaling!r}; choose from None, 'tensor'")
@@ -51,9 +58,17 @@ class Quantizer:
             ("rounding", rounding),
             ("overflow", overflow),
             ("scaling", scaling),
+            ("random_bits", random_bits),
+            ("variant", variant),
+            ("flush_subnormals", flush_subnormals),
         ):
             object.__setattr__(self, name, value)
-        planned(self.format, rounding, overflow)  # refuses what is unknown, or not held by float32
+        self.plan()  # refuses what is unknown, or not held by float32
+
+    def plan(self, fmt: Format | None = None, carrier: Format = BINARY32) -> Plan:
+        """How the kernels carry it out, in another format if one is given."""
+        few = self.random_bits, self.variant, self.flush_subnormals
+        return planned(fmt or self.format, self.rounding, self.overflow, carrier, *few)
 
     @property
     def stochastic(self) -> bool:
@@ -65,13 +80,14 @@ class Quantizer:
         """All of it in one string, for a torch operator's argument."""
         f = self.format
         shape = (f.name, f.exponent_bits, f.precision, f.bias, f.specials, int(f.subnormal), int(f.signed))
-        return "|".join(map(str, (self.rounding, self.overflow, self.scaling or "", *shape)))
+        few = (self.random_bits or "", self.variant, int(self.flush_subnormals))
+        return "|".join(map(str, (self.rounding, self.overflow, self.scaling or "", *few, *shape)))
 
 
 @cache
 def quantizer_of(spec: str) -> Quantizer:
     """The Quantizer whose ``spec`` this is."""
-    rounding, overflow, scaling, name, *numbers = spec.split("|")
+    rounding, overflow, scaling, random_bits, variant, flush, name, *numbers = spec.split("|")
     exponent_bits, precision, bias, specials, subnormal, signed = numbers
     fmt = Format(
         name,
@@ -82,7 +98,8 @@ def quantizer_of(spec: str) -> Quantizer:
         subnormal == "1",
         signed == "1",
     )
-    return Quantizer(fmt, rounding, overflow, scaling or None)
+    few = int(random_bits) if random_bits else None, variant, flush == "1"
+    return Quantizer(fmt, rounding, overflow, scaling or None, *few)
 
 
 def as_quantizer(role: str | Format | Quantizer | None) -> Quantizer | None:

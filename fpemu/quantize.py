@@ -1,20 +1,22 @@
-"""Rounding of whole arrays: quantize, encode, decode."""
+"""Rounding of whole arrays."""
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .formats import BINARY32, OVERFLOWS, ROUNDINGS, Format, as_format
+from .arrays import carrier_of, is_tensor
+from .formats import BINARY32, BINARY64, OVERFLOWS, ROUNDINGS, Format, as_format
 from .kernels import launch
 from .kernels.rules import Plan, carried, plan
 from .random import Key
 
 Array = TypeVar("Array")
+VARIANTS = ("A", "B", "C")
+MOST_BITS = 30  # of a word, so that a tie still shows in the bits below
 
 
 def quantize(
@@ -24,13 +26,17 @@ def quantize(
     *,
     overflow: str = "ieee",
     key: Key | None = None,
+    random_bits: int | None = None,
+    variant: str = "C",
+    flush_subnormals: bool = False,
     out: Array | None = None,
 ) -> Array:
-    """``x`` with every element rounded to a value of ``fmt``, still stored as float32.
+    """``x`` with every element rounded to a value of ``fmt``, once, still stored as ``x`` is.
 
     Args:
-        x: float32 numpy array or torch CPU tensor, any shape and strides.
-        fmt: Target format, or its name.
+        x: numpy array or torch CPU tensor of float32, float64, float16 or bfloat16, any shape and strides.
+        fmt: Target format, or its name; one whose values ``x``'s dtype holds, or that holds all of the
+        dtype's.
         rounding: ``"nearest_even"`` (IEEE 754 roundTiesToEven), ``"nearest_away"``, ``"toward_zero"``,
             ``"toward_positive"``, ``"toward_negative"``, ``"to_odd"``, or ``"stochastic"``: up with
             probability equal to the fraction dropped, to 32 bits.
@@ -39,16 +45,21 @@ def quantize(
             infinities too. ``"propagate"``: finite values saturate, infinities stay.
         key: Which random words ``"stochastic"`` draws. Element ``i``, counted row by row, draws word
             ``key.offset + i``, whatever the strides.
+        random_bits: How many bits of its word an element draws, 1 to 30; None: all 32.
+        variant: With ``random_bits``, how the dropped fraction is rounded to as many bits: ``"A"`` down,
+            ``"B"`` to nearest with ties up, ``"C"`` to nearest with ties to even (StochasticA, B, C of IEEE
+            P3109).
+        flush_subnormals: Take elements below ``fmt.smallest_normal`` in magnitude for zero.
         out: Array of ``x``'s kind, dtype and shape to write to; may be ``x`` itself.
 
     Returns:
-        ``out``, or a new array of ``x``'s kind, shape and memory layout. A tensor comes back without
+        ``out``, or a new array of ``x``'s kind, dtype, shape and memory layout. A tensor comes back without
         gradient; ``cast`` is the differentiable form.
 
     Raises:
         TypeError: ``x`` or ``out`` is not such an array.
-        ValueError: unknown format, rounding or overflow; ``"stochastic"`` without ``key`` or another mode
-            with one; ``out`` of another shape; a format that float32 cannot hold.
+        ValueError: unknown format, rounding, overflow or variant; ``"stochastic"`` without ``key`` or
+            another mode with one; ``out`` of another shape; a format that the dtype cannot hold.
 
     Example:
         >>> import numpy as np
@@ -56,39 +67,74 @@ def quantize(
         [0.0999755859375, 65504.0, inf, 0.0]
         >>> quantize(np.float32([464, 465]), "e4m3fn").tolist()
         [448.0, nan]
+        >>> quantize(np.array([1 + 2**-11 + 2**-40]), "fp16").tolist()  # rounded once, from float64
+        [1.0009765625]
         >>> x = np.full(4, 1.5, np.float32)
         >>> quantize(x, "e8m0", "toward_zero", out=x) is x, x.tolist()
         (True, [1.0, 1.0, 1.0, 1.0])
     """
-    steps = planned(fmt, rounding, overflow)
-    _check_key(rounding, key)
-    if isinstance(x, np.ndarray):
-        return _quantize_numpy(x, steps, key, out)  # type: ignore[return-value, arg-type]
+    carrier = carrier_of(x)
+    steps = planned(fmt, rounding, overflow, carrier, random_bits, variant, flush_subnormals)
+    check_key(rounding, key)
     if is_tensor(x):
         return _quantize_torch(x, steps, key, out)
-    raise TypeError(f"quantize needs a float32 numpy array or torch tensor, got {type(x).__name__}")
+    return _quantize_numpy(x, steps, key, out)  # type: ignore[return-value, arg-type]
 
 
 @lru_cache(maxsize=1024)
-def _planned(fmt: str | Format, rounding: str, overflow: str) -> Plan:
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"unknown rounding {rounding!r}; choose from {', '.join(ROUNDINGS)}")
-    if overflow not in OVERFLOWS:
-        raise ValueError(f"unknown overflow {overflow!r}; choose from {', '.join(OVERFLOWS)}")
-    return plan(as_format(fmt), rounding, overflow)
+def _planned(
+    fmt: str | Format,
+    rounding: str,
+    overflow: str,
+    carrier: Format,
+    random_bits: int | None,
+    variant: str,
+    flush_subnormals: bool,
+) -> Plan:
+    for name, given, known in (
+        ("rounding", rounding, ROUNDINGS),
+        ("overflow", overflow, OVERFLOWS),
+        ("variant", variant, VARIANTS),
+    ):
+        if given not in known:
+            raise ValueError(f"unknown {name} {given!r}; choose from {', '.join(known)}")
+    if random_bits is not None:
+        if not isinstance(random_bits, int) or not 1 <= random_bits <= MOST_BITS:
+            raise ValueError(
+                f"random_bits must be an int from 1 to {MOST_BITS}, or None for 32; got {random_bits!r}"
+            )
+        if rounding != "stochastic":
+            raise ValueError(f"random_bits= is read by rounding='stochastic' only, got rounding={rounding!r}")
+    fmt = carried(as_format(fmt), carrier)
+    if not isinstance(flush_subnormals, bool):
+        raise ValueError(f"flush_subnormals must be True or False, got {flush_subnormals!r}")
+    # float16 and bfloat16 are widened to float32, which is exact.
+    wide = BINARY64 if carrier == BINARY64 else BINARY32
+    return plan(fmt, rounding, overflow, wide, random_bits, variant, flush_subnormals)
 
 
-def planned(fmt: Any, rounding: str, overflow: str) -> Plan:
+def planned(
+    fmt: Any,
+    rounding: str = "nearest_even",
+    overflow: str = "ieee",
+    carrier: Format = BINARY32,
+    random_bits: int | None = None,
+    variant: str = "C",
+    flush_subnormals: bool = False,
+) -> Plan:
     """The checked and planned form of the arguments that say how to round."""
     if not isinstance(fmt, (str, Format)):
         fmt = as_format(fmt)
     try:
-        return _planned(fmt, rounding, overflow)
-    except TypeError:
-        raise TypeError(f"rounding and overflow are names, got {rounding!r} and {overflow!r}") from None
+        return _planned(fmt, rounding, overflow, carrier, random_bits, variant, flush_subnormals)
+    except TypeError:  # not hashable
+        raise TypeError(
+            f"rounding, overflow and variant are names, got {rounding!r}, {overflow!r} and {variant!r}"
+        ) from None
 
 
-def _check_key(rounding: str, key: Key | None) -> None:
+def check_key(rounding: str, key: Key | None) -> None:
+    """Refuse stochastic rounding without a key, and a key that nothing would read."""
     if (rounding == "stochastic") != isinstance(key, Key):
         if rounding != "stochastic" and key is not None:
             raise ValueError(
@@ -97,90 +143,49 @@ def _check_key(rounding: str, key: Key | None) -> None:
         raise ValueError(f"rounding='stochastic' needs key=, for example key=fpemu.Key(0), got {key!r}")
 
 
-def is_tensor(x: Any) -> bool:
-    """Whether ``x`` is a torch tensor; does not import torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
-
-
 def _quantize_numpy(
-    x: npt.NDArray[np.float32], steps: Plan, key: Key | None, out: npt.NDArray[np.float32] | None
-) -> npt.NDArray[np.float32]:
-    check_numpy(x, "x")
+    x: npt.NDArray[Any], steps: Plan, key: Key | None, out: npt.NDArray[Any] | None
+) -> npt.NDArray[Any]:
     if out is None:
         out = np.empty_like(x, subok=False)
     elif out is not x:
-        _check_out(x, out)
+        _check_out(x, out, np.ndarray)
+    if not out.flags.writeable:
+        raise ValueError("out is read-only; give an array that can be written to")
     dense = x.flags.c_contiguous and out.flags.c_contiguous
     if not dense and key is None:
         # Any one order does for a mode without random words, as long as both arrays have it.
         dense = x.strides == out.strides == np.empty_like(x, subok=False).strides
     if out is not x and np.may_share_memory(x, out):
         dense = False
-    if dense and x.flags.aligned and out.flags.aligned:
+    if dense and x.itemsize == steps.words.itemsize and x.flags.aligned and out.flags.aligned:
         launch.round_array(x.ctypes.data, out.ctypes.data, x.size, steps, key)
         return out
-    work = np.array(x, np.float32, order="C", subok=False)
+    work = np.array(x, f"f{steps.words.itemsize}", order="C", subok=False)
     launch.round_array(work.ctypes.data, work.ctypes.data, work.size, steps, key)
-    out[...] = work
+    out[...] = work.astype(out.dtype, copy=False)
     return out
 
 
-def check_numpy(x: npt.NDArray[Any], name: str) -> None:
-    """Refuse what is not native float32."""
-    if x.dtype != np.float32 or isinstance(x, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name} must be a float32 array in native byte order, got {type(x).__name__} of {x.dtype}; cast "
-            f"first ({name}.astype('float32')), and mind that a cast down rounds once before fpemu does"
-        )
-
-
-def _check_out(x: npt.NDArray[np.float32], out: Any) -> None:
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"out must be a numpy array like x, got {type(out).__name__}")
-    check_numpy(out, "out")
+def _check_out(x: Any, out: Any, kind: Any) -> None:
+    if not isinstance(out, kind):
+        raise TypeError(f"out must be a {kind.__name__} like x, got {type(out).__name__}")
+    carrier_of(out, "out")
+    if out.dtype != x.dtype:
+        raise TypeError(f"out must have x's dtype {x.dtype}, got {out.dtype}")
     if out.shape != x.shape:
-        raise ValueError(f"out must have x's shape {x.shape}, got {out.shape}")
+        raise ValueError(f"out must have x's shape {tuple(x.shape)}, got {tuple(out.shape)}")
 
 
 def _quantize_torch(x: Any, steps: Plan, key: Key | None, out: Any) -> Any:
     import torch
 
-    check_tensor(x, "x")
     if out is not None:
-        if not isinstance(out, torch.Tensor):
-            raise TypeError(f"out must be a torch tensor like x, got {type(out).__name__}")
-        check_tensor(out, "out")
-        if out.shape != x.shape:
-            raise ValueError(f"out must have x's shape {tuple(x.shape)}, got {tuple(out.shape)}")
+        _check_out(x, out, torch.Tensor)
     result = round_tensor(x, steps, key, out)
     if out is not None:
         torch.autograd.graph.increment_version(out)  # the loops write where autograd does not see it
     return result
-
-
-def check_tensor(x: Any, name: str) -> None:
-    """Refuse what is not a plain float32 CPU tensor."""
-    import torch
-
-    if type(x) not in (torch.Tensor, torch.nn.Parameter):
-        raise TypeError(
-            f"{name} must be a plain torch tensor, got {type(x).__name__}; unwrap it first "
-            "(a DTensor: to_local())"
-        )
-    if x.layout != torch.strided:
-        raise TypeError(
-            f"{name} must be a dense tensor, got layout {x.layout}; round {name}.values() instead"
-        )
-    if x.dtype != torch.float32:
-        raise TypeError(
-            f"{name} must be float32, got {x.dtype}; cast first ({name}.float()), and mind that a cast down "
-            "rounds once before fpemu does"
-        )
-    if x.device.type != "cpu":
-        raise TypeError(
-            f"{name} must be on the CPU, got a tensor on {x.device}; move it first ({name}.cpu())"
-        )
 
 
 def round_tensor(x: Any, steps: Plan, key: Key | None, out: Any = None) -> Any:
@@ -195,122 +200,11 @@ def round_tensor(x: Any, steps: Plan, key: Key | None, out: Any = None) -> Any:
         dense = x.stride() == result.stride() == torch.empty_like(x).stride()
     if out is not None and not same and x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
         dense = False  # another view of the same memory
-    if dense:
+    if dense and x.itemsize == steps.words.itemsize:
         launch.round_array(x.data_ptr(), result.data_ptr(), x.numel(), steps, key)
         return result
-    work = x.clone(memory_format=torch.contiguous_format)
+    wide = torch.float64 if steps.words.itemsize == 8 else torch.float32
+    work = x.to(wide, memory_format=torch.contiguous_format, copy=True)
     launch.round_array(work.data_ptr(), work.data_ptr(), work.numel(), steps, key)
     result.detach().copy_(work)
     return result
-
-
-def encode(
-    x: Array,
-    fmt: str | Format,
-    rounding: str = "nearest_even",
-    *,
-    overflow: str = "ieee",
-    key: Key | None = None,
-) -> Any:
-    """The codes of ``fmt`` that the elements of ``x`` round to.
-
-    NaN becomes the quiet NaN of its sign; in a format without NaN, the code of -0.0, as in ml_dtypes.
-
-    Args:
-        x: float32 numpy array or torch CPU tensor, any shape and strides.
-        fmt: Format of up to 32 bits, or its name.
-        rounding: As for ``quantize``, like ``overflow`` and ``key``.
-        overflow: As for ``quantize``.
-        key: As for ``quantize``.
-
-    Returns:
-        C-contiguous array of ``x``'s kind and shape in the smallest of uint8, uint16, uint32.
-
-    Raises:
-        TypeError, ValueError: as ``quantize``; a format of more than 32 bits.
-
-    Example:
-        >>> import numpy as np
-        >>> [hex(code) for code in encode(np.float32([1, -0.0, 1e9]), "fp16").tolist()]
-        ['0x3c00', '0x8000', '0x7c00']
-    """
-    fmt = as_format(fmt)
-    if fmt.bits > 32:
-        raise ValueError(f"encode needs a format of up to 32 bits, but {fmt.name} has {fmt.bits}")
-    steps = planned(fmt, rounding, overflow)
-    like = launch.code_like(fmt)
-    rounded: Any = quantize(x, fmt, rounding, overflow=overflow, key=key)
-    if isinstance(rounded, np.ndarray):
-        rounded = np.ascontiguousarray(rounded).reshape(rounded.shape)
-        codes = np.empty(rounded.shape, like.dtype)
-        launch.encode_array(rounded.ctypes.data, codes.ctypes.data, codes.size, steps, like)
-        return codes
-    import torch
-
-    rounded = rounded.contiguous()
-    tensor = torch.empty(rounded.shape, dtype=getattr(torch, like.dtype.name))
-    launch.encode_array(rounded.data_ptr(), tensor.data_ptr(), tensor.numel(), steps, like)
-    return tensor
-
-
-def decode(codes: Any, fmt: str | Format, dtype: str = "float32") -> Any:
-    """The values that codes of ``fmt`` mean, exact.
-
-    Args:
-        codes: numpy array or torch CPU tensor of an unsigned integer dtype, any shape.
-        fmt: Format of up to 32 bits, or its name.
-        dtype: ``"float32"`` or ``"float64"``.
-
-    Returns:
-        Array of ``codes``' kind and shape.
-
-    Raises:
-        TypeError: ``codes`` is not such an array.
-        ValueError: a code has more bits than the format, or ``dtype`` cannot hold its values.
-
-    Example:
-        >>> import numpy as np
-        >>> decode(np.uint8([0x01, 0x38, 0x7E, 0x7F]), "e4m3fn").tolist()
-        [0.001953125, 1.0, 448.0, nan]
-    """
-    fmt = as_format(fmt)
-    if dtype not in ("float32", "float64"):
-        raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
-    if fmt.bits > 32:
-        raise ValueError(f"decode needs a format of up to 32 bits, but {fmt.name} has {fmt.bits}")
-    if dtype == "float32" and carried(fmt) == BINARY32 != fmt and fmt.bits > BINARY32.bits:
-        raise ValueError(f"float32 cannot hold the values of {fmt.name}; use dtype='float64'")
-    if is_tensor(codes):
-        import torch
-
-        return torch.from_numpy(np.array(decode(codes.numpy(), fmt, dtype)))
-    if not isinstance(codes, np.ndarray) or codes.dtype.kind != "u":
-        raise TypeError(
-            f"decode needs an array of unsigned integers, got {getattr(codes, 'dtype', type(codes))}"
-        )
-    if codes.dtype.itemsize * 8 > fmt.bits and codes.size and int(codes.max()) >> fmt.bits:
-        raise ValueError(f"codes of {fmt.name} have {fmt.bits} bits, got {int(codes.max()):#x}")
-    if fmt.bits <= 16:
-        return _table(fmt, dtype)[codes]
-    return _decode(codes, fmt).astype(dtype)
-
-
-@lru_cache(maxsize=64)
-def _table(fmt: Format, dtype: str) -> npt.NDArray[Any]:
-    return _decode(np.arange(1 << fmt.bits, dtype=np.uint32), fmt).astype(dtype)
-
-
-def _decode(codes: npt.NDArray[Any], fmt: Format) -> npt.NDArray[np.float64]:
-    """The definition of a code (see Format), in float64, where every value of a format is exact."""
-    wide = codes.astype(np.int64)
-    magnitude = wide & ~fmt.sign_code
-    field, fraction = np.divmod(magnitude, 1 << (fmt.precision - 1))
-    normal = (field > 0) | (not fmt.has_zero)
-    significand = np.where(normal, fraction + (1 << (fmt.precision - 1)), fraction * fmt.subnormal)
-    lowest = 1 if fmt.has_zero else 0
-    value = np.ldexp(significand.astype(np.float64), np.maximum(field, lowest) - fmt.bias - fmt.precision + 1)
-    value = np.where(magnitude > fmt.max_code, np.nan, value)
-    if fmt.infinity_code is not None:
-        value = np.where(magnitude == fmt.infinity_code, np.inf, value)
-    value = np.where((wide & fmt.sign_code) != 0, -value, value)
-    return np.where(wide == fmt.nan_code, np.nan, value) if fmt.specials == "fnuz" else value

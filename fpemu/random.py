@@ -1,13 +1,16 @@
 """Random words from an explicit key: the same on any device, thread count, chunking or rank.
 
 The map, written down here once. With ``i`` the global index of an element (row-major, counted from the
-key's ``offset``), ``b, r = divmod(i, 1024)`` and ``t, w = divmod(r % 512, 2)``, the element's 32-bit word is
-word ``w + 2 * (r >= 512)`` of
+key's ``offset``), ``b, r = divmod(i, 1024)``, ``t, h = divmod(r % 512, 4)`` and
+``w, s = divmod(h, 2)``, the upper 16 bits of the element's 32-bit word are bits ``16 * s`` and up of word
+``w + 2 * (r >= 512)`` of
 
     Philox4x32-10(counter=(j mod 2**32, j >> 32, step mod 2**32, step >> 32), key=(seed, stream))
 
-with ``j = 256 * b + t``. So one call serves elements ``2t, 2t+1, 512+2t, 513+2t`` of a block of 1024: two
-64-bit lanes for a CPU's vectors, two 64-bit accesses for a GPU's thread.
+with ``j = 256 * b + t``; the lower 16 bits are those of ``j = 256 * b + 128 + t``. So one call serves the
+elements ``4t`` to ``4t + 3`` and ``512 + 4t`` to ``515 + 4t`` of a block of 1024: two 64-bit lanes for a
+CPU's vectors, two 128-bit accesses for a GPU's thread. The upper half nearly always decides by itself; a
+kernel computes the lower half where it matters, and so half as many words.
 """
 
 from __future__ import annotations
@@ -115,7 +118,14 @@ class Key:
     def word(self, index: int) -> int:
         """The 32-bit word that element ``index`` of a call draws: the map, in Python, for checking."""
         block, place = divmod(self.offset + index, 1024)
-        pair, lane = divmod(place % 512, 2)
-        counter = 256 * block + pair
-        halves = (counter & MASK, counter >> 32, self.step & MASK, self.step >> 32)
-        return philox4x32(halves, (self.seed, self.stream))[lane + 2 * (place >= 512)]
+        call, half = divmod(place % 512, 4)
+        word, side = divmod(half, 2)
+        upper, lower = (
+            philox4x32(
+                (counter & MASK, counter >> 32, self.step & MASK, self.step >> 32), (self.seed, self.stream)
+            )[word + 2 * (place >= 512)]
+            >> (16 * side)
+            & 0xFFFF
+            for counter in (256 * block + call, 256 * block + 128 + call)
+        )
+        return upper << 16 | lower

@@ -18,6 +18,9 @@ def round_value(
     *,
     overflow: str = "ieee",
     word: int | None = None,
+    random_bits: int | None = None,
+    variant: str = "C",
+    flush_subnormals: bool = False,
 ) -> float:
     """The value of ``fmt`` that ``x`` rounds to.
 
@@ -27,6 +30,12 @@ def round_value(
         rounding: One of ``formats.ROUNDINGS``.
         overflow: One of ``formats.OVERFLOWS``.
         word: The 32-bit random word of ``"stochastic"``, ``0 <= word < 2**32``.
+        random_bits: How many of the word's upper bits count; None: all, and of the dropped fraction the
+        first 32.
+        variant: ``"A"``, ``"B"`` or ``"C"``: how the dropped fraction is rounded to ``random_bits`` bits, as
+            in StochasticA, B and C of IEEE P3109: down, to nearest with ties up, to nearest with ties to
+            even.
+        flush_subnormals: Take an ``x`` below ``fmt.smallest_normal`` in magnitude for zero.
 
     Returns:
         A float, exact: every value of every format is one.
@@ -39,9 +48,11 @@ def round_value(
     fmt = as_format(fmt)
     if x != x:
         return math.nan
+    negative = x < 0 or (x == 0 and math.copysign(1.0, x) < 0)
+    if flush_subnormals and abs(x) < fmt.smallest_normal:
+        x = -0.0 if negative else 0.0
     if x < 0 and not fmt.signed:
         return math.nan if fmt.has_nan else 0.0
-    negative = x < 0 or (x == 0 and math.copysign(1.0, x) < 0)
     if x in (math.inf, -math.inf):
         return _signed(_beyond(fmt) if overflow in ("ieee", "propagate") else fmt.max, negative, fmt)
     if x == 0:
@@ -53,7 +64,8 @@ def round_value(
     quantum = _quantum(magnitude, fmt)
     quanta = magnitude // quantum
     remainder = magnitude / quantum - quanta  # in units of the quantum, 0 <= remainder < 1
-    quanta += _rounds_up(quanta, remainder, negative, rounding, word)
+    odd = _is_odd(quanta, quantum, fmt)
+    quanta += _rounds_up(remainder, odd, negative, rounding, word, random_bits, variant)
     rounded = quanta * quantum
 
     if rounded > Fraction(fmt.max):
@@ -79,11 +91,27 @@ def floor_log2(x: Fraction) -> int:
     return exponent if x >= Fraction(2) ** exponent else exponent - 1
 
 
-def _rounds_up(quanta: int, remainder: Fraction, negative: bool, rounding: str, word: int | None) -> bool:
+def _is_odd(quanta: int, quantum: Fraction, fmt: Format) -> bool:
+    """Whether the neighbour below is odd: its significand, in P3109 its code."""
+    if fmt.precision == 1 and fmt.ties_to_even_code:
+        # All significands are 1; the code counts exponents from emin, which is code 1.
+        return quanta > 0 and (floor_log2(quanta * quantum) - fmt.emin + 1) % 2 == 1
+    # With precision 1 a normal significand is always 1, odd: ties go to the larger magnitude.
+    return quanta % 2 == 1
+
+
+def _rounds_up(
+    remainder: Fraction,
+    odd: bool,
+    negative: bool,
+    rounding: str,
+    word: int | None,
+    random_bits: int | None,
+    variant: str,
+) -> bool:
     """Whether the magnitude goes to the neighbour above (IEEE 754-2019, clause 4.3)."""
     if rounding == "nearest_even":
-        # With precision 1 a normal significand is always 1, odd: ties go to the larger magnitude.
-        return remainder > Fraction(1, 2) or (remainder == Fraction(1, 2) and quanta % 2 == 1)
+        return remainder > Fraction(1, 2) or (remainder == Fraction(1, 2) and odd)
     if rounding == "nearest_away":
         return remainder >= Fraction(1, 2)
     if rounding == "toward_zero":
@@ -93,11 +121,16 @@ def _rounds_up(quanta: int, remainder: Fraction, negative: bool, rounding: str, 
     if rounding == "toward_negative":
         return remainder > 0 and negative
     if rounding == "to_odd":
-        return remainder > 0 and quanta % 2 == 0
+        return remainder > 0 and not odd
     if rounding == "stochastic":
         if word is None:
             raise ValueError("rounding='stochastic' needs word=, a 32-bit random integer")
-        return math.floor(remainder * 2**32) + word >= 2**32
+        if random_bits is None:
+            return math.floor(remainder * 2**32) + word >= 2**32
+        scaled = remainder * 2**random_bits
+        # round() of a Fraction goes to nearest, ties to even.
+        shares = {"A": math.floor(scaled), "B": math.floor(scaled + Fraction(1, 2)), "C": round(scaled)}
+        return shares[variant] + (word >> (32 - random_bits)) >= 2**random_bits
     raise ValueError(f"unknown rounding {rounding!r}")
 
 
@@ -129,7 +162,7 @@ def decode(code: int, fmt: str | Format) -> float:
     fmt = as_format(fmt)
     magnitude_code = code & ~fmt.sign_code
     negative = code != magnitude_code
-    if fmt.specials == "fnuz" and code == fmt.nan_code:
+    if code == fmt.nan_code:
         return math.nan
     if magnitude_code > fmt.max_code:
         return _signed(math.inf, negative, fmt) if magnitude_code == fmt.infinity_code else math.nan

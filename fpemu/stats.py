@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .formats import Format, as_format
+from .arrays import carrier_of, is_tensor
+from .formats import BINARY32, BINARY64, Format, as_format
 from .kernels import launch
 from .kernels.layout import AMAX, BINS, COUNTS, ERRORS, FIELDS, HISTOGRAM, LOWEST, POWERS, SQUARES, SUMS
-from .quantize import check_numpy, check_tensor, is_tensor, quantize
+from .quantize import quantize
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +164,7 @@ def tally(
     """What ``x`` holds and, with a format, what rounding to it does.
 
     Args:
-        x: float32 numpy array or torch CPU tensor, any shape; nothing is written to it.
+        x: Array as for ``quantize``; nothing is written to it.
         fmt: Format to round to, or its name; None for the counts of ``x`` alone.
         rounding: As for ``quantize``; any but ``"stochastic"``.
         overflow: As for ``quantize``.
@@ -183,9 +184,7 @@ def tally(
         (0.25, 0.0)
     """
     fmt = None if fmt is None else as_format(fmt)
-    if not is_tensor(x) and not isinstance(x, np.ndarray):
-        raise TypeError(f"tally needs a float32 numpy array or torch tensor, got {type(x).__name__}")
-    (check_tensor if is_tensor(x) else check_numpy)(x, "x")
+    carrier_of(x)
     rounded = x if fmt is None else quantize(x, fmt, rounding, overflow=overflow)
     result = Tally(fmt=fmt)
     add(result.counts.ctypes.data, result.sums.ctypes.data, x, rounded, fmt)
@@ -194,9 +193,13 @@ def tally(
 
 def add(counts: int, sums: int, x: Any, rounded: Any, fmt: Format | None) -> None:
     """Add what ``x``, rounded to ``rounded``, comes to, to the counts and sums at two addresses."""
+    carrier = BINARY64 if carrier_of(x) == BINARY64 else BINARY32
     if is_tensor(x):
-        x, rounded = x.detach().contiguous(), rounded.detach().contiguous()
-        launch.tally_array(x.data_ptr(), rounded.data_ptr(), x.numel(), fmt, counts, sums)
+        import torch
+
+        wide = torch.float64 if carrier == BINARY64 else torch.float32
+        x, rounded = (array.detach().to(wide).contiguous() for array in (x, rounded))
+        launch.tally_array(x.data_ptr(), rounded.data_ptr(), x.numel(), fmt, carrier, counts, sums)
     else:
-        x, rounded = np.ascontiguousarray(x), np.ascontiguousarray(rounded)
-        launch.tally_array(x.ctypes.data, rounded.ctypes.data, x.size, fmt, counts, sums)
+        x, rounded = (np.ascontiguousarray(array, f"f{carrier.bits // 8}") for array in (x, rounded))
+        launch.tally_array(x.ctypes.data, rounded.ctypes.data, x.size, fmt, carrier, counts, sums)

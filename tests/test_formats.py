@@ -270,7 +270,10 @@ def test_none_names_no_format():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"specials": "inf"}, "specials must be one of ieee, fn, fnuz, finite, got 'inf' for format 'bad'"),
+        (
+            {"specials": "inf"},
+            "specials must be one of ieee, fn, fnuz, finite, p3109e, p3109f, got 'inf' for format 'bad'",
+        ),
         ({"exponent_bits": 0}, "exponent_bits must be an int from 1 to 11, got 0 for format 'bad'"),
         ({"exponent_bits": 12}, "exponent_bits must be an int from 1 to 11, got 12"),
         ({"exponent_bits": 4.0}, "exponent_bits must be an int from 1 to 11, got 4.0"),

@@ -20,8 +20,9 @@ LAYERS = [
     ["kernels.rules", "kernels.cpu", "kernels.cuda"],
     ["kernels.launch"],
     ["kernels"],
-    ["quantize"],  # L2
-    ["blocks", "matmul", "stats"],
+    ["arrays"],  # L2
+    ["quantize"],
+    ["codes", "arithmetic", "blocks", "matmul", "stats"],
     ["testing"],
     ["policy"],  # L3
     ["autograd"],

@@ -7,6 +7,8 @@ element.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
@@ -24,25 +26,49 @@ from .scalar import (
     ZERO,
     U,
     W,
+    bits64_of,
     bits_of,
     deterministic,
+    deterministic64,
+    deterministic_usual,
+    double_of,
     encode_bits,
+    encode_bits64,
     float_of,
     nearest_even_magic,
     nearest_even_wide,
     philox,
     rule_of,
     stochastic,
+    stochastic64,
     stochastic_usual,
 )
 
+H = np.uint16
+LOW32, HALF_WORD = U(0xFFFFFFFF), U(1 << 16)
+ZERO64, ABS64, INF64, FRACTION64 = W(0), W((1 << 63) - 1), W(0x7FF << 52), W((1 << 52) - 1)
+TWO_64 = 2.0**64
 OPTIONS = dict(nogil=True, error_model="numpy", cache=True)
-BLOCK = 1024  # elements that 256 Philox calls serve
+BLOCK = 1024  # elements that 128 Philox calls serve, or 256 where a word's lower half matters
 TWO_32 = np.float32(2.0**32)
 ZEROS, NEGATIVE, INFINITIES, NANS = (
     FIELDS.index(name) for name in ("zero", "negative", "positive_infinity", "nan")
 )
 UNDER, SUBNORMAL, OVER = (FIELDS.index(name) for name in ("underflow", "subnormal", "overflow"))
+
+
+def loop(function):
+    """njit, its compiled form kept on disk, stale when any file here changes; numba looks at one."""
+    compiled = njit(**OPTIONS)(function)
+    index = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if index is not None:
+        index._source_stamp = STAMP
+    return compiled
+
+
+STAMP = tuple(
+    (path.stat().st_mtime, path.stat().st_size) for path in sorted(Path(__file__).parent.glob("*.py"))
+)
 
 
 @intrinsic
@@ -63,86 +89,91 @@ def words_at(address, n):
     return carray(pointer(address, U(0)), (n,), U)
 
 
-@njit(**OPTIONS)
+@njit(inline="always")
+def words64_at(address, n):
+    return carray(pointer(address, W(0)), (n,), W)
+
+
+@loop
 def _magic(x, out, words):
     rule = rule_of(words)
     for i in range(x.size):
         out[i] = nearest_even_magic(x[i], rule)
 
 
-@njit(**OPTIONS)
+@loop
 def _magic_inplace(x, words):
     rule = rule_of(words)
     for i in range(x.size):
         x[i] = nearest_even_magic(x[i], rule)
 
 
-@njit(**OPTIONS)
+@loop
 def _wide(x, out, words):
     rule = rule_of(words)
     for i in range(x.size):
         out[i] = nearest_even_wide(x[i], rule)
 
 
-@njit(**OPTIONS)
+@loop
 def _wide_inplace(x, words):
     rule = rule_of(words)
     for i in range(x.size):
         x[i] = nearest_even_wide(x[i], rule)
 
 
-@njit(**OPTIONS)
+@loop
+def _usual(x, out, words):
+    rule = rule_of(words)
+    for i in range(x.size):
+        out[i] = deterministic_usual(x[i], rule)
+
+
+@loop
+def _usual_inplace(x, words):
+    rule = rule_of(words)
+    for i in range(x.size):
+        x[i] = deterministic_usual(x[i], rule)
+
+
+@loop
 def _deterministic(x, out, words):
     rule = rule_of(words)
     for i in range(x.size):
         out[i] = deterministic(x[i], rule)
 
 
-@njit(**OPTIONS)
+@loop
 def _deterministic_inplace(x, words):
     rule = rule_of(words)
     for i in range(x.size):
         x[i] = deterministic(x[i], rule)
 
 
-@njit(**OPTIONS)
-def _usual(x, random, out, words):
+@loop
+def _deterministic64(x, out, words):
     rule = rule_of(words)
     for i in range(x.size):
-        out[i] = stochastic_usual(x[i], random[i], rule)
+        out[i] = deterministic64(x[i], rule)
 
 
-@njit(**OPTIONS)
-def _usual_inplace(x, random, words):
+@loop
+def _deterministic64_inplace(x, words):
     rule = rule_of(words)
     for i in range(x.size):
-        x[i] = stochastic_usual(x[i], random[i], rule)
+        x[i] = deterministic64(x[i], rule)
 
 
-@njit(**OPTIONS)
-def _stochastic(x, random, out, words):
-    rule = rule_of(words)
-    for i in range(x.size):
-        out[i] = stochastic(x[i], random[i], rule)
-
-
-@njit(**OPTIONS)
-def _stochastic_inplace(x, random, words):
-    rule = rule_of(words)
-    for i in range(x.size):
-        x[i] = stochastic(x[i], random[i], rule)
-
-
-@njit(**OPTIONS)
+@loop
 def nearest_even_magic_loop(x, out, n, words):
-    """Addresses of ``n`` float32, and the words of a Rule; ``x`` may be ``out``."""
+    """Addresses of ``n`` numbers, and the words of a Rule; ``x`` may be ``out``."""
     if x == out:
         _magic_inplace(words_at(x, n), words)
     else:
         _magic(words_at(x, n), words_at(out, n), words)
 
 
-@njit(**OPTIONS)
+@loop
 def nearest_even_wide_loop(x, out, n, words):
     if x == out:
         _wide_inplace(words_at(x, n), words)
@@ -150,7 +181,15 @@ def nearest_even_wide_loop(x, out, n, words):
         _wide(words_at(x, n), words_at(out, n), words)
 
 
-@njit(**OPTIONS)
+@loop
+def deterministic_usual_loop(x, out, n, words):
+    if x == out:
+        _usual_inplace(words_at(x, n), words)
+    else:
+        _usual(words_at(x, n), words_at(out, n), words)
+
+
+@loop
 def deterministic_loop(x, out, n, words):
     if x == out:
         _deterministic_inplace(words_at(x, n), words)
@@ -158,7 +197,15 @@ def deterministic_loop(x, out, n, words):
         _deterministic(words_at(x, n), words_at(out, n), words)
 
 
-@njit(**OPTIONS)
+@loop
+def deterministic64_loop(x, out, n, words):
+    if x == out:
+        _deterministic64_inplace(words64_at(x, n), words)
+    else:
+        _deterministic64(words64_at(x, n), words64_at(out, n), words)
+
+
+@loop
 def _fill(low, high, first, key):
     """Philox words of consecutive counters: (0, 1) into ``low``, (2, 3) into ``high``."""
     c2, c3, k0, k1 = key[0], key[1], key[2], key[3]
@@ -169,49 +216,100 @@ def _fill(low, high, first, key):
         high[t] = b
 
 
-@njit(**OPTIONS)
-def fill_block(random, block, key):
-    """The 1024 words of one block; ``key`` is uint64 (step low, step high, seed, stream)."""
-    lanes = random.view(np.uint64)
-    _fill(lanes[:256], lanes[256:], W(W(block) * W(256)), key)
+@loop
+def fill_block(halves, block, lower, key):
+    """The upper or lower halves, uint16, of a block's words; ``key``: step low, step high, seed, stream."""
+    lanes = halves.view(np.uint64)
+    _fill(lanes[:128], lanes[128:], W(W(block) * W(256)) + W(128 * lower), key)
 
 
-@njit(**OPTIONS)
+@loop
+def _try_usual(x, upper, out, words):
+    """Round with the upper halves alone; whether a lower half could change a result."""
+    rule = rule_of(words)
+    closest = LOW32
+    for i in range(x.size):
+        r, distance = stochastic_usual(x[i], U(U(upper[i]) << U(16)), rule)
+        out[i] = r
+        closest = distance if distance < closest else closest
+    return closest < HALF_WORD
+
+
+@loop
+def _usual_whole(x, upper, lower, out, words):
+    rule = rule_of(words)
+    for i in range(x.size):
+        out[i], _ = stochastic_usual(x[i], U(U(U(upper[i]) << U(16)) | U(lower[i])), rule)
+
+
+@loop
+def _copy(x, out):
+    for i in range(x.size):
+        out[i] = x[i]
+
+
+@loop
+def _stochastic(x, upper, lower, out, words):
+    rule = rule_of(words)
+    for i in range(x.size):
+        out[i] = stochastic(x[i], U(U(U(upper[i]) << U(16)) | U(lower[i])), rule)
+
+
+@loop
+def _stochastic64(x, upper, lower, out, words):
+    rule = rule_of(words)
+    for i in range(x.size):
+        out[i] = stochastic64(x[i], U(U(U(upper[i]) << U(16)) | U(lower[i])), rule)
+
+
+@loop
 def stochastic_usual_loop(x, out, n, words, offset, key):
     """Like the loops above, with the global index of the first element and the key of `fill_block`."""
-    random = np.empty(BLOCK, U)
+    upper, lower, rounded = np.empty(BLOCK, H), np.empty(BLOCK, H), np.empty(BLOCK, U)
     source, target = words_at(x, n), words_at(out, n)
-    first = offset // BLOCK
-    for block in range(first, (offset + n + BLOCK - 1) // BLOCK):
-        fill_block(random, block, key)
+    for block in range(offset // BLOCK, (offset + n + BLOCK - 1) // BLOCK):
         start, stop = max(block * BLOCK, offset), min((block + 1) * BLOCK, offset + n)
-        drawn = random[start - block * BLOCK : stop - block * BLOCK]
-        piece = source[start - offset : stop - offset]
+        drawn = slice(start - block * BLOCK, stop - block * BLOCK)
+        fill_block(upper, block, 0, key)
+        piece, whole = source[start - offset : stop - offset], target[start - offset : stop - offset]
+        # In place the input must outlive the first try.
+        tried = rounded[: stop - start] if x == out else whole
+        if _try_usual(piece, upper[drawn], tried, words):
+            fill_block(lower, block, 1, key)
+            _usual_whole(piece, upper[drawn], lower[drawn], tried, words)
         if x == out:
-            _usual_inplace(piece, drawn, words)
-        else:
-            _usual(piece, drawn, target[start - offset : stop - offset], words)
+            _copy(tried, whole)
 
 
-@njit(**OPTIONS)
+@loop
 def stochastic_loop(x, out, n, words, offset, key):
-    random = np.empty(BLOCK, U)
+    upper, lower = np.empty(BLOCK, H), np.empty(BLOCK, H)
     source, target = words_at(x, n), words_at(out, n)
-    first = offset // BLOCK
-    for block in range(first, (offset + n + BLOCK - 1) // BLOCK):
-        fill_block(random, block, key)
+    for block in range(offset // BLOCK, (offset + n + BLOCK - 1) // BLOCK):
         start, stop = max(block * BLOCK, offset), min((block + 1) * BLOCK, offset + n)
-        drawn = random[start - block * BLOCK : stop - block * BLOCK]
-        piece = source[start - offset : stop - offset]
-        if x == out:
-            _stochastic_inplace(piece, drawn, words)
-        else:
-            _stochastic(piece, drawn, target[start - offset : stop - offset], words)
+        drawn = slice(start - block * BLOCK, stop - block * BLOCK)
+        fill_block(upper, block, 0, key)
+        fill_block(lower, block, 1, key)
+        piece = slice(start - offset, stop - offset)
+        _stochastic(source[piece], upper[drawn], lower[drawn], target[piece], words)
 
 
-@njit(**OPTIONS)
+@loop
+def stochastic64_loop(x, out, n, words, offset, key):
+    upper, lower = np.empty(BLOCK, H), np.empty(BLOCK, H)
+    source, target = words64_at(x, n), words64_at(out, n)
+    for block in range(offset // BLOCK, (offset + n + BLOCK - 1) // BLOCK):
+        start, stop = max(block * BLOCK, offset), min((block + 1) * BLOCK, offset + n)
+        drawn = slice(start - block * BLOCK, stop - block * BLOCK)
+        fill_block(upper, block, 0, key)
+        fill_block(lower, block, 1, key)
+        piece = slice(start - offset, stop - offset)
+        _stochastic64(source[piece], upper[drawn], lower[drawn], target[piece], words)
+
+
+@loop
 def encode_loop(x, out, n, words, like):
-    """Codes, of ``like``'s unsigned type, of ``n`` float32 that are values of the format."""
+    """Codes, of ``like``'s unsigned type, of ``n`` numbers that are values of the format."""
     rule = rule_of(words)
     source = words_at(x, n)
     target = carray(pointer(out, like), (n,))
@@ -219,16 +317,28 @@ def encode_loop(x, out, n, words, like):
         target[i] = encode_bits(source[i], rule)
 
 
+@loop
+def encode64_loop(x, out, n, words, like):
+    rule = rule_of(words)
+    source = words64_at(x, n)
+    target = carray(pointer(out, like), (n,))
+    for i in range(source.size):
+        target[i] = encode_bits64(source[i], rule)
+
+
 LOOPS = {
     "nearest_even_magic": nearest_even_magic_loop,
     "nearest_even_wide": nearest_even_wide_loop,
+    "deterministic_usual": deterministic_usual_loop,
     "deterministic": deterministic_loop,
+    "deterministic64": deterministic64_loop,
     "stochastic_usual": stochastic_usual_loop,
     "stochastic": stochastic_loop,
+    "stochastic64": stochastic64_loop,
 }
 
 
-@njit(**OPTIONS)
+@loop
 def _what_rounding_did(x, q, words, counts, sums):
     """The counts that need the rounded value too; a loop of its own, since this one vectorises."""
     emin, largest, threshold = words[0], words[1], words[2]
@@ -249,7 +359,7 @@ def _what_rounding_did(x, q, words, counts, sums):
     sums[ERRORS] += error
 
 
-@njit(**OPTIONS)
+@loop
 def _what_it_is(x, bins, counts):
     """Binades by a table of (exponent field, is a power of two); returns the largest finite one's bits."""
     largest = ZERO
@@ -271,7 +381,63 @@ def _what_it_is(x, bins, counts):
     return largest
 
 
-@njit(**OPTIONS)
+@loop
+def _what_rounding_did64(x, q, words, counts, sums):
+    emin, largest, threshold = words[0], words[1], words[2]
+    under, subnormal, over, error, square = 0, 0, 0, 0.0, 0.0
+    for i in range(x.size):
+        a, r = W(x[i] & ABS64), W(q[i] & ABS64)
+        finite = a < INF64
+        under += np.int64((a > ZERO64) & (r == ZERO64))
+        subnormal += np.int64((r > ZERO64) & (r < emin))
+        over += np.int64(finite & ((r > largest) | (a >= threshold)))
+        value, rounded = double_of(a), double_of(r)
+        square += value * value if finite else 0.0
+        error += (value - rounded) * (value - rounded) if finite & (r < INF64) else 0.0
+    counts[UNDER] += under
+    counts[SUBNORMAL] += subnormal
+    counts[OVER] += over
+    sums[SQUARES] += square
+    sums[ERRORS] += error
+
+
+@loop
+def _what_it_is64(x, counts):
+    """Binades straight into the counts; returns the largest finite magnitude's bits."""
+    largest = ZERO64
+    for i in range(x.size):
+        u = x[i]
+        a = W(u & ABS64)
+        if a == ZERO64:
+            counts[ZEROS] += 1
+        elif a < INF64:
+            largest = a if a > largest else largest
+            counts[NEGATIVE] += np.int64(u >> W(63))
+            exponent = np.int64(a >> W(52)) - 1023
+            if a < W(1 << 52):  # a float64 subnormal: as a normal value, 2**64 up
+                a = bits64_of(double_of(a) * TWO_64)
+                exponent = np.int64(a >> W(52)) - 1023 - 64
+            counts[HISTOGRAM + exponent - LOWEST] += 1
+            counts[POWERS + exponent - LOWEST] += np.int64(W(a & FRACTION64) == ZERO64)
+        elif a == INF64:
+            counts[INFINITIES + np.int64(u >> W(63))] += 1
+        else:
+            counts[NANS] += 1
+    return largest
+
+
+@loop
+def tally64_loop(x, q, n, words, counts_at, sums_at):
+    counts = carray(pointer(counts_at, np.int64(0)), (COUNTS,))
+    sums = carray(pointer(sums_at, np.float64(0)), (SUMS,))
+    source, rounded = words64_at(x, n), words64_at(q, n)
+    counts[0] += n
+    largest = _what_it_is64(source, counts)
+    _what_rounding_did64(source, rounded, words, counts, sums)
+    sums[AMAX] = max(sums[AMAX], double_of(largest))
+
+
+@loop
 def tally_loop(x, q, n, words, counts_at, sums_at):
     """Add what ``n`` float32 at ``x``, rounded to those at ``q``, come to."""
     counts = carray(pointer(counts_at, np.int64(0)), (COUNTS,))
@@ -294,7 +460,7 @@ def tally_loop(x, q, n, words, counts_at, sums_at):
             counts[POWERS + exponent - LOWEST] += bins[field, 1]
 
 
-@njit(**OPTIONS)
+@loop
 def merge(counts_at, sums_at, counts, sums):
     """Add a part's counts and sums to those at the addresses."""
     total = carray(pointer(counts_at, np.int64(0)), (COUNTS,))

@@ -78,39 +78,41 @@ def key_words(key: Key) -> npt.NDArray[np.uint64]:
 
 
 def round_array(x: int, out: int, n: int, plan: Plan, key: Key | None) -> None:
-    """Round ``n`` float32 at address ``x`` to address ``out``, which may be ``x``."""
-    loop = cpu.LOOPS[plan.loop]
+    """Round ``n`` numbers of the plan's carrier at address ``x`` to address ``out``, which may be ``x``."""
+    loop, width = cpu.LOOPS[plan.loop], plan.words.itemsize
     if key is None:
         if n < PARALLEL:
             loop(x, out, n, plan.words)
         else:
-            over_chunks(n, lambda start, stop: loop(x + 4 * start, out + 4 * start, stop - start, plan.words))
+            over_chunks(
+                n, lambda start, stop: loop(x + width * start, out + width * start, stop - start, plan.words)
+            )
         return
     words = key_words(key)
     over_chunks(
         n,
         lambda start, stop: loop(
-            x + 4 * start, out + 4 * start, stop - start, plan.words, key.offset + start, words
+            x + width * start, out + width * start, stop - start, plan.words, key.offset + start, words
         ),
     )
 
 
 def encode_array(x: int, out: int, n: int, plan: Plan, like: np.unsignedinteger) -> None:
-    """Codes of ``n`` float32 at ``x``, values of the plan's format, to ``out`` as ``like``'s type."""
-    width = like.itemsize
+    """Codes of ``n`` numbers at ``x``, values of the plan's format, to ``out`` as ``like``'s type."""
+    width, code_width = plan.words.itemsize, like.itemsize
+    loop = cpu.encode_loop if width == 4 else cpu.encode64_loop
     over_chunks(
         n,
-        lambda start, stop: cpu.encode_loop(
-            x + 4 * start, out + width * start, stop - start, plan.words, like
-        ),
+        lambda start, stop: loop(x + width * start, out + code_width * start, stop - start, plan.words, like),
     )
 
 
-def tally_array(x: int, q: int, n: int, fmt: Format | None, counts: int, sums: int) -> None:
-    """Add what ``n`` float32 at ``x``, rounded to those at ``q``, come to, to counts and sums."""
-    words = tally_words(fmt)
+def tally_array(x: int, q: int, n: int, fmt: Format | None, carrier: Format, counts: int, sums: int) -> None:
+    """Add what ``n`` numbers at ``x``, rounded to those at ``q``, come to, to counts and sums."""
+    words = tally_words(fmt, carrier)
+    loop, width = (cpu.tally_loop, 4) if words.itemsize == 4 else (cpu.tally64_loop, 8)
     if n <= PARALLEL:
-        cpu.tally_loop(x, q, n, words, counts, sums)
+        loop(x, q, n, words, counts, sums)
         return
     # Pieces of one size, merged in order: the float64 sums must not depend on the number of threads.
     pieces = -(-n // PARALLEL)
@@ -120,7 +122,7 @@ def tally_array(x: int, q: int, n: int, fmt: Format | None, counts: int, sums: i
         for start in range(first, last, PARALLEL):
             part_counts, part_sums = (array.ctypes.data for array in parts[start // PARALLEL])
             count = min(PARALLEL, last - start)
-            cpu.tally_loop(x + 4 * start, q + 4 * start, count, words, part_counts, part_sums)
+            loop(x + width * start, q + width * start, count, words, part_counts, part_sums)
 
     over_chunks(n, work, PARALLEL)
     for part in parts:
