@@ -176,8 +176,9 @@ def pack(codes: Any, bits: int, *, first: str = "low") -> Any:
 
     Example:
         >>> import numpy as np
-        >>> [hex(byte) for byte in pack(np.uint8([1, 2]), 4)], [hex(byte) for byte in pack(np.uint8([1, 2]),
-        4, first="high")] (['0x21'], ['0x12'])
+        >>> codes = np.uint8([0x1, 0x2])
+        >>> hex(pack(codes, 4)[0]), hex(pack(codes, 4, first="high")[0])
+        ('0x21', '0x12')
     """
     if is_tensor(codes):
         import torch

@@ -48,17 +48,17 @@ def round_value(
     fmt = as_format(fmt)
     if x != x:
         return math.nan
-    negative = x < 0 or (x == 0 and math.copysign(1.0, x) < 0)
     if flush_subnormals and abs(x) < fmt.smallest_normal:
-        x = -0.0 if negative else 0.0
+        x = -0.0 if x < 0 else 0.0 * x
     if x < 0 and not fmt.signed:
         return math.nan if fmt.has_nan else 0.0
-    if x in (math.inf, -math.inf):
+    negative = fmt.signed and (x < 0 or (x == 0 and math.copysign(1.0, x) < 0))
+    if isinstance(x, float) and math.isinf(x):
         return _signed(_beyond(fmt) if overflow in ("ieee", "propagate") else fmt.max, negative, fmt)
     if x == 0:
         if fmt.has_zero:
             return _signed(0.0, negative, fmt)
-        return math.nan if overflow == "ieee" else fmt.smallest_subnormal
+        return math.nan if overflow == "ieee" else _signed(fmt.smallest_subnormal, negative, fmt)
 
     magnitude = abs(Fraction(x))
     quantum = _quantum(magnitude, fmt)
@@ -73,7 +73,7 @@ def round_value(
             return _signed(_beyond(fmt), negative, fmt)
         return _signed(fmt.max, negative, fmt)
     if rounded == 0 and not fmt.has_zero:
-        return fmt.smallest_subnormal
+        return _signed(fmt.smallest_subnormal, negative, fmt)
     return _signed(float(rounded), negative, fmt)
 
 
