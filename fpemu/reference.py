@@ -48,7 +48,7 @@ def round_value(
     fmt = as_format(fmt)
     if x != x:
         return math.nan
-    if flush_subnormals and abs(x) < fmt.smallest_normal:
+    if flush_subnormals and -fmt.smallest_normal < x < fmt.smallest_normal:
         x = -0.0 if x < 0 else 0.0 * x
     if x < 0 and not fmt.signed:
         return math.nan if fmt.has_nan else 0.0

@@ -41,7 +41,7 @@ def philox(counter, key):
 
 
 def block_words(block, key=(0, 0), step=0):
-    """The words of elements 1024 * block and on: counter t serves 4t to 4t + 3 and 512 + 4t to 515 + 4t."""
+    """The words of elements 1024 * block and on, from all the block's Philox calls at once."""
     j = np.arange(256, dtype=np.uint64) + np.uint64(256 * block)
     split = j & np.uint64(0xFFFF_FFFF), j >> np.uint64(32)
     words = philox((*split, np.full(256, step % 2**32), np.full(256, step // 2**32)), key)

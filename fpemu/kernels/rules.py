@@ -185,7 +185,8 @@ def _loop(fmt: Format, rounding: str, rule: Rule, carrier: Format, random_bits: 
         return "nearest_even_wide"
     if rounding == "nearest_even" and same and fmt.emax + 1 + 127 + rule.drop <= 254:
         return "nearest_even_magic"
-    return "deterministic_usual"
+    # With one significand bit the last kept bit of a float is its exponent's, not its significand's.
+    return "deterministic_usual" if fmt.precision > 1 else "deterministic"
 
 
 def _bits(x: float, carrier: Format = BINARY32) -> int:
