@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .arithmetic import dot, is_representable, next_down, next_up, sum, ulp
 from .codes import decode, encode, pack, unpack
 from .formats import Format, as_format
 from .quantize import quantize
@@ -19,13 +20,19 @@ __all__ = [
     "as_format",
     "cast",
     "decode",
+    "dot",
     "emulate",
     "encode",
+    "is_representable",
+    "next_down",
+    "next_up",
     "optim",
     "pack",
     "plot",
     "quantize",
+    "sum",
     "tally",
+    "ulp",
     "unpack",
 ]
 

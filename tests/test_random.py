@@ -45,7 +45,7 @@ def block_words(block, key=(0, 0), step=0):
     j = np.arange(256, dtype=np.uint64) + np.uint64(256 * block)
     split = j & np.uint64(0xFFFF_FFFF), j >> np.uint64(32)
     words = philox((*split, np.full(256, step % 2**32), np.full(256, step // 2**32)), key)
-    # Each word is two halves, the lower one first; the first 128 calls give upper halves, the others lower ones.
+    # Each word is two halves, the lower one first; 128 calls give upper halves, the next 128 lower ones.
     halves = np.stack([words & 0xFFFF, words >> 16], axis=-1).reshape(256, 8)
     upper, lower = (
         np.concatenate([part[:, :4].ravel(), part[:, 4:].ravel()]) for part in np.split(halves, 2)

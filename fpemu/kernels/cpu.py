@@ -224,6 +224,18 @@ def fill_block(halves, block, lower, key):
 
 
 @loop
+def draw(out, offset, key):
+    """The words of consecutive elements, from a global index on."""
+    upper, lower = np.empty(BLOCK, H), np.empty(BLOCK, H)
+    for block in range(offset // BLOCK, (offset + out.size + BLOCK - 1) // BLOCK):
+        fill_block(upper, block, 0, key)
+        fill_block(lower, block, 1, key)
+        for i in range(max(block * BLOCK, offset), min((block + 1) * BLOCK, offset + out.size)):
+            place = i - block * BLOCK
+            out[i - offset] = U(U(U(upper[place]) << U(16)) | U(lower[place]))
+
+
+@loop
 def _try_usual(x, upper, out, words):
     """Round with the upper halves alone; whether a lower half could change a result."""
     rule = rule_of(words)
@@ -324,6 +336,36 @@ def encode64_loop(x, out, n, words, like):
     target = carray(pointer(out, like), (n,))
     for i in range(source.size):
         target[i] = encode_bits64(source[i], rule)
+
+
+@loop
+def sum_rows(rows, sums, words, compensated):
+    """Sum each row from its first element on, in float64, every operation rounded."""
+    rule = rule_of(words)
+    for row in range(rows.shape[0]):
+        total, lost = 0.0, 0.0
+        for i in range(rows.shape[1]):
+            term = rows[row, i]
+            if compensated:
+                term = double_of(deterministic64(bits64_of(term - lost), rule))
+            after = double_of(deterministic64(bits64_of(total + term), rule)) if i > 0 else term
+            if compensated and i > 0:
+                gained = double_of(deterministic64(bits64_of(after - total), rule))
+                lost = double_of(deterministic64(bits64_of(gained - term), rule))
+            total = after
+        sums[row] = total
+
+
+@loop
+def sum_rows_stochastic(rows, sums, words, drawn):
+    """`sum_rows` with a random word for each element."""
+    rule = rule_of(words)
+    for row in range(rows.shape[0]):
+        total = 0.0
+        for i in range(rows.shape[1]):
+            term = rows[row, i]
+            total = double_of(stochastic64(bits64_of(total + term), drawn[row, i], rule)) if i > 0 else term
+        sums[row] = total
 
 
 LOOPS = {

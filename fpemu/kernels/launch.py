@@ -97,6 +97,22 @@ def round_array(x: int, out: int, n: int, plan: Plan, key: Key | None) -> None:
     )
 
 
+def sum_rows(
+    rows: npt.NDArray[np.float64],
+    sums: npt.NDArray[np.float64],
+    plan: Plan,
+    compensated: bool,
+    key: Key | None,
+) -> None:
+    """Sum each row of a C-contiguous array, every operation rounded as the plan for binary64 says."""
+    if key is None:
+        cpu.sum_rows(rows, sums, plan.words, compensated)
+        return
+    drawn = np.empty(rows.shape, np.uint32)
+    cpu.draw(drawn.reshape(-1), key.offset, key_words(key))
+    cpu.sum_rows_stochastic(rows, sums, plan.words, drawn)
+
+
 def encode_array(x: int, out: int, n: int, plan: Plan, like: np.unsignedinteger) -> None:
     """Codes of ``n`` numbers at ``x``, values of the plan's format, to ``out`` as ``like``'s type."""
     width, code_width = plan.words.itemsize, like.itemsize

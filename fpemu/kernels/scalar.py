@@ -276,7 +276,7 @@ def arithmetic(U, precision):
         drop = drop if drop < DEEP else DEEP
         odd = U(U(significand >> drop) & ONE)
         # P3109 asks whether the code is odd: with one significand bit, its exponent.
-        odd = U(odd & U(U(field & rule.tie_field) ^ rule.tie_parity))
+        odd = U(odd & U(U(U(a >> FIELD) & rule.tie_field) ^ rule.tie_parity))
         ones = U(U(ONE << drop) - ONE)
         mask = rule.mask_positive if u < SIGN else rule.mask_negative
         mask = U(mask & (rule.mask_odd if odd > ZERO else ABS))
