@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from fractions import Fraction
 from typing import Annotated, NoReturn
 
@@ -54,9 +55,18 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
         TextColumn("runs"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task("")
+
+    def show(done: int, total: int) -> None:
+        bar.start()  # not before: bad input gives one line, without a bar
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 @app.command()
@@ -85,23 +95,23 @@ def ablate(
     from rich.console import Console
 
     from .experiments.ablate import ablate as compare
-    from .experiments.ablate import check_directory, table
+    from .experiments.ablate import table
     from .experiments.strategies import STRATEGIES, load_strategies
     from .experiments.train import Settings
 
     with _bad_input():
         chosen = load_strategies(strategies or ",".join(STRATEGIES))
         settings = Settings(data, lr, momentum, batch, epochs)
-        if seeds < 1 or workers < 1:
-            raise ValueError(f"--seeds and --workers must be at least 1, got {seeds} and {workers}")
-        check_directory(out)
-    with _progress() as progress:
+    with _bad_input(), _progress() as progress:
         results = compare(chosen, settings, seeds=seeds, out=out, workers=workers, progress=progress)
     console = Console()
     console.print(table(results))
     spread = "" if seeds == 1 else f" Means of {seeds} seeds, ± sample standard deviation."
     console.print(
-        f"results.json, gradients.png and losses.png are in {out}/.{spread}", soft_wrap=True, highlight=False
+        f"results.json, gradients.png and losses.png are in {out}/.{spread}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
     )
     if settings.lr < 0.01 and settings.momentum == 0:
         console.print(
@@ -186,8 +196,14 @@ def round_(
     typer.echo(f"code   {_code(y, f)}")
     if isinstance(x, Fraction) and math.isfinite(y):
         error = Fraction(y) - x
-        relative = f", {float(abs(error / x)):.3g} of the value" if x else ""
-        typer.echo(f"error  {float(error):.6g}{relative}")
+        relative = f", {_short(abs(error / x), 3)} of the value" if x else ""
+        typer.echo(f"error  {_short(error, 6)}{relative}")
+
+
+def _short(x: Fraction, digits: int) -> str:
+    if x == 0 or 1e-300 < abs(x) < 1e300:
+        return f"{float(x):.{digits}g}"
+    return f"{Decimal(x.numerator) / Decimal(x.denominator):.{digits}g}"  # beyond the range of float
 
 
 def _code(y: float, f: Format) -> str:
@@ -209,11 +225,22 @@ def _parse(text: str) -> Fraction | float:
     word = text.strip().lower()
     if re.fullmatch(r"[+-]?(inf|infinity|nan)", word):
         return float(word)
+    if re.search(r"[ep][+-]?\d{6,}$", word):
+        raise ValueError(f"the exponent of {text!r} is out of reach; write at most five digits")
     try:
-        x = Fraction(*float.fromhex(word).as_integer_ratio()) if "0x" in word else Fraction(word)
-    except (ValueError, ZeroDivisionError, OverflowError):
+        x = _parse_hexadecimal(word) if "0x" in word else Fraction(word)
+    except (ValueError, ZeroDivisionError):
         raise ValueError(f"{text!r} is no number; write 0.1, 1/3, -2e-8, 0x1.8p-3, inf or nan") from None
     return -0.0 if x == 0 and word.startswith("-") else x
+
+
+def _parse_hexadecimal(word: str) -> Fraction:
+    """As ``float.fromhex``, but exact with any number of digits."""
+    match = re.fullmatch(r"([+-]?)0x([0-9a-f]*)(?:\.([0-9a-f]*))?(?:p([+-]?\d+))?", word)
+    if match is None:
+        raise ValueError(word)
+    sign, whole, part, exponent = (group or "" for group in match.groups())
+    return int(f"{sign}{whole}{part}", 16) * Fraction(2) ** (int(exponent or 0) - 4 * len(part))
 
 
 def _power(x: float) -> str:

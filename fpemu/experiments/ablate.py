@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from .. import Tally, __version__, plot
 from ..formats import as_format
 from .data import load_data
-from .strategies import Strategy
-from .train import Result, Settings, train
+from .models import mlp
+from .strategies import Strategy, check_names
+from .train import Result, Settings, emulation, train
 
 Run = tuple[Strategy, Settings, int]
 
@@ -51,13 +53,18 @@ def ablate(
         The results, by strategy, then seed.
 
     Raises:
-        ValueError: bad data, seeds or workers, or a results.json that is not ours.
+        ValueError: bad strategies, data, seeds or workers, or a results.json that is not ours.
         OSError: the directory cannot be written.
     """
     settings = settings or Settings()
     for name, value in (("seeds", seeds), ("workers", workers)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
+    strategies = list(strategies)
+    check_names(strategies)
+    for strategy in strategies:
+        with emulation(mlp(1, 1, 1), strategy.policy):
+            pass  # a pattern that matches no module is told here, not after hours
     runs: list[Run] = [(strategy, settings, seed) for strategy in strategies for seed in range(seeds)]
     finished = {} if out is None else check_directory(out)
     pending = [run for run in runs if _run_id(run) not in finished]
@@ -160,7 +167,8 @@ def _draw(directory: Path, results: list[Result]) -> None:
     groups = by_strategy(results)
     first = next((name for name in groups if not groups[name][0].strategy.roles), next(iter(groups)))
     formats = [result.strategy.gradient_format for result in results]
-    fmt = next((fmt for fmt in formats if fmt is not None), as_format("fp16"))
+    fmt = next((fmt for fmt in formats if fmt is not None and fmt.has_zero), as_format("fp16"))
+    gradients = sum((run.gradients for run in groups[first]), Tally())
     curves = {
         name: [statistics.fmean(losses) for losses in zip(*(run.losses for run in runs), strict=True)]
         for name, runs in groups.items()
@@ -170,9 +178,11 @@ def _draw(directory: Path, results: list[Result]) -> None:
         axes = figure.subplots()
         if name == "losses":
             plot.losses(curves, ax=axes)
-        else:
-            plot.histogram(sum((run.gradients for run in groups[first]), Tally()), fmt, ax=axes)
+        elif gradients.histogram.any():
+            plot.histogram(gradients, fmt, ax=axes)
             axes.set_xlabel(f"binade of |activation gradient| at the end of training in {first}")
+        else:
+            axes.set_title(f"no finite nonzero activation gradient at the end of training in {first}")
         _replace(directory / f"{name}.png", partial(figure.savefig, dpi=150))
 
 
@@ -194,7 +204,7 @@ def table(results: Iterable[Result]) -> Table:
     ):  # fmt: skip
         grid.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
     for name, runs in by_strategy(results).items():
-        grid.add_row(name, *_cells(runs))
+        grid.add_row(Text(name), *_cells(runs))  # as Text, [brackets] are no markup
     return grid
 
 

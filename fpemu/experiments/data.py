@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,11 @@ def load_data(spec: str) -> Data:
                 f"{directory}: images of shape {images.shape} do not go with labels of shape {labels.shape}; "
                 "each image file needs the label file of its own set"
             )
+    if arrays[0].shape[1:] != arrays[2].shape[1:]:
+        raise ValueError(
+            f"{directory}: training images of shape {arrays[0].shape[1:]} do not go with test images of shape "
+            f"{arrays[2].shape[1:]}; all four files must be of one data set"
+        )
     return Data(*(_scaled(a, 255) if a.ndim == 3 else _classes(a) for a in arrays))
 
 
@@ -127,13 +133,15 @@ def _read_idx(path: Path) -> npt.NDArray[np.uint8]:
     """The array in a gzipped idx file: two zero bytes, type, rank, big-endian shape, values."""
     try:
         content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"cannot read {path}: {error}; fetch the file again") from None
     if content[:3] != b"\0\0\x08" or len(content) < 4:
         raise ValueError(
             f"{path} is no idx file of bytes: it starts with {content[:4].hex()!r}, wanted '000008'"
         )
     start = 4 + 4 * content[3]
+    if len(content) < start:
+        raise ValueError(f"{path} ends within its header of {start} bytes; fetch it again")
     shape = tuple(np.frombuffer(content[4:start], ">u4").tolist())
     if len(content) - start != math.prod(shape):
         raise ValueError(

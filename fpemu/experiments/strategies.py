@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from ..formats import OVERFLOWS, ROUNDINGS, as_format
+from ..optim import LowPrecision
 
 ROLES = ("weight", "activation", "gradient", "weight_gradient")
 _POLICY_KEYS = (*ROLES, "include", "exclude")
@@ -32,7 +35,7 @@ class Strategy:
         loss_scale: ``None``, a positive number, or ``"dynamic"`` for torch's GradScaler.
 
     Raises:
-        ValueError: a key, format, rounding or scale that does not exist.
+        ValueError: a key, format, rounding or scale that does not exist, or options that do not go together.
         TypeError: a value of the wrong kind.
 
     Example:
@@ -156,10 +159,13 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
     for key in ("weight", "state"):
         if optimizer.get(key) is not None:
             _check_format(optimizer[key], f"optimizer.{key} of {where}")
-    _check_choice(optimizer.get("rounding", "nearest_even"), ROUNDINGS, f"rounding in optimizer of {where}")
     for key in ("master", "kahan"):
         if not isinstance(optimizer.get(key, False), bool):
             raise TypeError(f"optimizer.{key} of {where} must be true or false, got {optimizer[key]!r}")
+    try:  # what goes together only LowPrecision knows
+        LowPrecision(torch.optim.SGD([torch.zeros(1)]), **optimizer)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"optimizer of {where}: {error}") from None
 
 
 def _check_loss_scale(scale: Any, where: str) -> None:
@@ -214,6 +220,12 @@ def load_strategies(names: str | Iterable[str]) -> list[Strategy]:
     """
     asked = names.split(",") if isinstance(names, str) else list(names)
     strategies = [_load(name.strip()) for name in asked if name.strip()]
+    check_names(strategies)
+    return strategies
+
+
+def check_names(strategies: list[Strategy]) -> None:
+    """Refuse an empty list, and strategies that share a name."""
     if not strategies:
         raise ValueError(
             f"no strategy given; choose from {', '.join(STRATEGIES)} or name a .toml or .yaml file"
@@ -221,7 +233,6 @@ def load_strategies(names: str | Iterable[str]) -> list[Strategy]:
     for i, strategy in enumerate(strategies):
         if strategy.name in [other.name for other in strategies[:i]]:
             raise ValueError(f"two strategies are called {strategy.name!r}; name each once, or rename one")
-    return strategies
 
 
 def _load(name: str) -> Strategy:

@@ -168,12 +168,17 @@ class _Stepper:
         )
         scaled = strategy.loss_scale is not None
         self.scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, enabled=scaled)
+        self.optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.skipped -= 1  # the optimizer did step
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Train on one batch; the loss comes back."""
         self.optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(self.model(x), y)
         self.steps += 1
+        self.skipped += 1
         if not self.scaler.is_enabled():
             loss.backward()
             self.optimizer.step()
@@ -181,10 +186,8 @@ class _Stepper:
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        scale = self.scaler.get_scale()
-        self.skipped += scale < self.scale  # the scaler backs off when, and only when, it has skipped
         if self.dynamic:
-            self.scale = scale
+            self.scale = self.scaler.get_scale()
         else:
             self.scaler.update(self.scale)
         return loss.detach()
