@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -233,7 +234,7 @@ def _rows(x: Any, fmt: str | Format, axis: int | None) -> tuple[Format, npt.NDAr
             return torch.from_numpy(shaped).to(x.dtype)
         return shaped.astype(x.dtype)[()] if x.ndim == 0 else shaped.astype(x.dtype)
 
-    return fmt, rows.reshape(-1, rows.shape[-1]) if rows.size else rows.reshape(-1, values.shape[-1]), finish
+    return fmt, rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), finish
 
 
 def _check_order(order: str, chunk: int | None, compensated: bool, rounding: str) -> None:

@@ -34,7 +34,8 @@ def quantize(
     """``x`` with every element rounded to a value of ``fmt``, once, still stored as ``x`` is.
 
     Args:
-        x: numpy array or torch CPU tensor of float32, float64, float16 or bfloat16, any shape and strides.
+        x: numpy array or scalar or torch CPU tensor of float32, float64, float16 or bfloat16, any shape and
+            strides.
         fmt: Target format, or its name; one whose values ``x``'s dtype holds, or that holds all of the
         dtype's.
         rounding: ``"nearest_even"`` (IEEE 754 roundTiesToEven), ``"nearest_away"``, ``"toward_zero"``,
@@ -73,6 +74,18 @@ def quantize(
         >>> quantize(x, "e8m0", "toward_zero", out=x) is x, x.tolist()
         (True, [1.0, 1.0, 1.0, 1.0])
     """
+    if isinstance(x, np.generic) and out is None:
+        scalar: Any = np.asarray(x)
+        return quantize(
+            scalar,
+            fmt,
+            rounding,
+            overflow=overflow,
+            key=key,
+            random_bits=random_bits,
+            variant=variant,
+            flush_subnormals=flush_subnormals,
+        )[()]
     carrier = carrier_of(x)
     steps = planned(fmt, rounding, overflow, carrier, random_bits, variant, flush_subnormals)
     check_key(rounding, key)
