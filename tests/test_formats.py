@@ -4,13 +4,17 @@ import copy
 import dataclasses
 import math
 import pickle
+from fractions import Fraction
 
+import gfloat
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from gfloat.formats import format_info_p3109
 from same import same
 
+from fpemu import reference
 from fpemu.formats import (
     ALIASES,
     BFLOAT16,
@@ -324,3 +328,66 @@ def test_a_format_is_a_frozen_value():
 
 def test_a_format_prints_as_its_name():
     assert [str(fmt) for fmt in (BINARY16, E4M3FN)] == ["binary16", "e4m3fn"]
+
+
+P3109 = [
+    (bits, precision, sign, domain)
+    for bits in range(3, 11)
+    for sign in "su"
+    for precision in range(1, bits + (sign == "u"))
+    for domain in "ef"
+]
+
+
+def p3109_value(code, bits, precision, signed, extended):
+    """The definition of IEEE P3109, in fractions: an oracle of its own."""
+    top = 2 ** (bits - 1) if signed else 2**bits - 1  # the code of NaN
+    if code == top:
+        return math.nan
+    if signed and code > top:
+        return -p3109_value(code - top, bits, precision, signed, extended)
+    if extended and code == top - 1:
+        return math.inf
+    bias = 2 ** (bits - precision - 1) if signed else 2 ** (bits - precision)
+    exponent, trailing = divmod(code, 2 ** (precision - 1))
+    significand = Fraction(trailing, 2 ** (precision - 1)) + (exponent > 0)
+    return float(significand * Fraction(2) ** (max(exponent, 1) - bias))
+
+
+@pytest.mark.parametrize("bits, precision, sign, domain", P3109)
+def test_p3109_formats_follow_their_definition(bits, precision, sign, domain):
+    fmt = as_format(f"binary{bits}p{precision}{sign}{domain}")
+    wanted = [p3109_value(code, bits, precision, sign == "s", domain == "e") for code in range(2**bits)]
+    assert same([reference.decode(code, fmt) for code in range(2**bits)], wanted)
+    assert fmt.bits == bits
+    assert fmt.max == max(value for value in wanted if math.isfinite(value))
+    assert fmt.smallest_subnormal == min(value for value in wanted if value > 0)
+
+
+@pytest.mark.parametrize("bits, precision, sign, domain", [row for row in P3109 if row[0] <= 8])
+def test_p3109_formats_agree_with_gfloat(bits, precision, sign, domain):
+    theirs = format_info_p3109(
+        bits,
+        precision,
+        gfloat.Signedness.Signed if sign == "s" else gfloat.Signedness.Unsigned,
+        gfloat.Domain.Extended if domain == "e" else gfloat.Domain.Finite,
+    )
+    fmt = as_format(f"binary{bits}p{precision}{sign}{domain}")
+    codes = range(2**bits)
+    assert same(
+        [reference.decode(code, fmt) for code in codes],
+        [float(gfloat.decode_float(theirs, code).fval) for code in codes],
+    )
+    # Rounding too, ties to even codes and the three overflow policies among it.
+    for x in [*np.linspace(-2 * fmt.max, 2 * fmt.max, 97), *(1.5 * 2.0 ** np.arange(-9, 9)), math.inf, -0.0]:
+        if x < 0 and sign == "u":
+            continue  # NaN here, zero there
+        for overflow in ("ieee", "saturate"):
+            got = reference.round_value(float(x), fmt, overflow=overflow)
+            assert same(got, float(gfloat.round_float(theirs, float(x), sat=overflow == "saturate"))), x
+
+
+@pytest.mark.parametrize("name", ["binary8p9se", "binary8p8se", "binary8p0ue", "binary4p5uf"])
+def test_a_p3109_precision_out_of_range_is_refused(name):
+    with pytest.raises(ValueError, match=f"'{name}' needs a precision from 1 to "):
+        as_format(name)

@@ -26,8 +26,8 @@ def rows(cases: list[dict[str, Any]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", [pytest.param(row, id=row["id"]) for row in cases])
 
 
-def float32_rows(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in cases if row["input_dtype"] == "float32"]
+def float_rows(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in cases if row["input_dtype"] in ("float32", "float64")]
 
 
 def make_format(name: str, d: dict[str, Any]) -> Format:
@@ -95,10 +95,10 @@ def test_reference_rounds_up_from_the_right_word_on(row):
         assert same(got, expected), f"word {word:#x}"
 
 
-@rows(float32_rows(CAST))
+@rows(float_rows(CAST))
 def test_quantize_rounds(row):
-    x, fmt = np.full(3, given_value(row), np.float32), FORMATS[row["format"]]
-    expected = np.full(3, from_bits(row["expected_bits"]), np.float32)
+    x, fmt = np.full(3, given_value(row), row["input_dtype"]), FORMATS[row["format"]]
+    expected = np.full(3, from_bits(row["expected_bits"]), row["input_dtype"])
     assert same(fpemu.quantize(x, fmt, row["rounding"], overflow=row["overflow"]), expected)
     if "expected_code" in row:
         codes = fpemu.encode(x, fmt, row["rounding"], overflow=row["overflow"])
@@ -112,14 +112,14 @@ def test_decode_of_arrays(row):
     assert same(fpemu.decode(codes, fmt), np.full(3, from_bits(row["expected_bits"]), np.float32))
 
 
-@rows(float32_rows(STOCHASTIC))
+@rows(float_rows(STOCHASTIC))
 def test_quantize_rounds_up_where_the_key_says(row):
     n, key = 3000, fpemu.Key(1)
-    x, fmt = np.full(n, given_value(row), np.float32), FORMATS[row["format"]]
+    x, fmt = np.full(n, given_value(row), row["input_dtype"]), FORMATS[row["format"]]
     got = fpemu.quantize(x, fmt, "stochastic", overflow=row["overflow"], key=key)
     if row["p_hi"] is None:
-        expected = np.full(n, from_bits(row["expected_bits"]), np.float32)
+        expected = np.full(n, from_bits(row["expected_bits"]), x.dtype)
     else:
         up = np.array([key.word(i) for i in range(n)]) >= 2**32 - int(Fraction(row["p_hi"]) * 2**32)
-        expected = np.where(up, np.float32(from_bits(row["hi_bits"])), np.float32(from_bits(row["lo_bits"])))
+        expected = np.where(up, from_bits(row["hi_bits"]), from_bits(row["lo_bits"])).astype(x.dtype)
     assert same(got, expected)
