@@ -47,6 +47,7 @@ class ModuleHooks:
     def __init__(self, sites: dict[str, Site], leaf: bool) -> None:
         self.sites = sites
         self.leaf = leaf
+        self.called = False
         self.skipped: dict[str, str] = {}
         self._kept: list[dict[str, nn.Parameter | None]] = []
 
@@ -55,6 +56,7 @@ class ModuleHooks:
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Put rounded parameters in the places of the module's own, for the time of its forward."""
+        self.called = True
         forward, backward = self._inputs("weight"), self._inputs("weight_gradient")
         if forward is NOTHING and backward is NOTHING:
             return
@@ -66,11 +68,13 @@ class ModuleHooks:
                 module._parameters[name] = rounded
             elif parameter is not None and reason:
                 self.skipped[name] = reason
+        refresh(module)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Put the parameters back, also after an exception, and round the outputs."""
         if self._kept:
             module._parameters.update(self._kept.pop())
+            refresh(module)
         forward, backward = self._inputs("activation"), self._inputs("gradient")
         if not self.leaf or output is None or (forward is NOTHING and backward is NOTHING):
             return output
@@ -86,6 +90,12 @@ class ModuleHooks:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_kept": []}
+
+
+def refresh(module: nn.Module) -> None:
+    """Let a recurrent layer, which reads its weights from a list of its own, see those in their places."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
 
 
 class StepHook:
@@ -197,6 +207,9 @@ class Emulation:
             for name, hooks in self.hooks.items()
             for what, why in hooks.skipped.items()
         }
+        if any(hooks.called for hooks in self.hooks.values()):
+            never = (name for name, hooks in self.hooks.items() if not hooks.called)
+            skipped |= {name: "its forward was never called" for name in never}
         return Report(self.tallies(), skipped)
 
 
@@ -206,7 +219,7 @@ class Report:
 
     Attributes:
         tallies: By module name and role.
-        skipped: By module and output or parameter, why it was left alone.
+        skipped: By module, and output or parameter, why it was left alone.
     """
 
     tallies: dict[tuple[str, str], Tally]

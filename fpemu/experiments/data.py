@@ -106,8 +106,8 @@ def load_data(spec: str) -> Data:
             )
     if arrays[0].shape[1:] != arrays[2].shape[1:]:
         raise ValueError(
-            f"{directory}: training images of shape {arrays[0].shape[1:]} do not go with test images of shape "
-            f"{arrays[2].shape[1:]}; all four files must be of one data set"
+            f"{directory}: training images of shape {arrays[0].shape[1:]} do not go with test images of "
+            f"shape {arrays[2].shape[1:]}; all four files must be of one data set"
         )
     return Data(*(_scaled(a, 255) if a.ndim == 3 else _classes(a) for a in arrays))
 

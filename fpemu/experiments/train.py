@@ -142,7 +142,7 @@ def train(strategy: Strategy, settings: Settings, seed: int, data: Data) -> Resu
         updates=None if kept is None else int(kept.updates),
         lost_updates=None if kept is None else int(kept.lost),
         steps=stepper.steps,
-        skipped_steps=stepper.skipped,
+        skipped_steps=stepper.steps - stepper.taken,
         bytes=parameters * strategy.bits_per_parameter(settings.momentum > 0) // 8,
     )  # fmt: skip
 
@@ -151,7 +151,7 @@ class _Stepper:
     """Loss, backward pass and optimizer step, with loss scaling where the strategy asks for it."""
 
     def __init__(self, model: torch.nn.Module, strategy: Strategy, settings: Settings, seed: int) -> None:
-        self.model, self.steps, self.skipped = model, 0, 0
+        self.model, self.steps, self.taken = model, 0, 0
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
             model.parameters(), lr=settings.lr, momentum=settings.momentum
         )
@@ -171,14 +171,13 @@ class _Stepper:
         self.optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: object) -> None:
-        self.skipped -= 1  # the optimizer did step
+        self.taken += 1
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Train on one batch; the loss comes back."""
         self.optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(self.model(x), y)
         self.steps += 1
-        self.skipped += 1
         if not self.scaler.is_enabled():
             loss.backward()
             self.optimizer.step()
