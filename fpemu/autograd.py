@@ -18,6 +18,7 @@ from . import stats
 from .arrays import carrier_of
 from .formats import Format
 from .kernels.layout import COUNTS, SUMS
+from .kernels.rules import carried
 from .policy import Quantizer, as_quantizer, quantizer_of
 from .quantize import round_tensor
 from .random import Key
@@ -31,23 +32,41 @@ LIBRARY.define(
 
 
 def _round(x: Tensor, spec: str, key: Tensor | None) -> Tensor:
-    carrier = carrier_of(x)
-    quantizer = quantizer_of(spec)
-    steps = quantizer.plan(_format(x, quantizer), carrier)
-    return round_tensor(x, steps, None if key is None else _key(key))
+    x, dtype, quantizer, fmt = _scaled(x, spec)
+    return round_tensor(x, quantizer.plan(fmt, carrier_of(x)), _key(key)).to(dtype)
 
 
 def _round_tally(x: Tensor, spec: str, key: Tensor | None, counts: Tensor, sums: Tensor) -> Tensor:
-    carrier = carrier_of(x)
-    quantizer = quantizer_of(spec)
-    fmt = _format(x, quantizer)
-    rounded = round_tensor(x, quantizer.plan(fmt, carrier), None if key is None else _key(key))
+    x, dtype, quantizer, fmt = _scaled(x, spec)
+    rounded = round_tensor(x, quantizer.plan(fmt, carrier_of(x)), _key(key))
     stats.add(counts.data_ptr(), sums.data_ptr(), x, rounded, fmt)
-    return rounded
+    return rounded.to(dtype)
+
+
+class _Straight(torch.autograd.Function):
+    """`round_tally` for autograd: straight through."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.fpemu.round_tally.default(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient, None, None, None, None
+
+
+def _round_tally_autograd(*inputs: Any) -> Tensor:
+    if torch._C._are_functorch_transforms_active():  # there _Cast has the gradient
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.fpemu.round_tally.default(*inputs)
+    return _Straight.apply(*inputs)
 
 
 LIBRARY.impl("round", _round, "CPU")
 LIBRARY.impl("round_tally", _round_tally, "CPU")
+LIBRARY.impl("round_tally", _round_tally_autograd, "Autograd")
+torch.library.register_autograd("fpemu::round", lambda ctx, gradient: (gradient, None, None), lib=LIBRARY)
 
 
 @torch.library.register_fake("fpemu::round", lib=LIBRARY)
@@ -62,33 +81,56 @@ def _(x: Tensor, spec: str, key: Tensor | None, counts: Tensor, sums: Tensor) ->
 
 @torch.library.register_vmap("fpemu::round", lib=LIBRARY)
 def _(info: Any, in_dims: Any, x: Tensor, spec: str, key: Tensor | None) -> tuple[Tensor, int]:
-    # Element by element: the batch is one more dimension, and counts as such for random words.
-    x = x.movedim(in_dims[0], 0)
-    return torch.ops.fpemu.round(x, spec, key), 0
+    return _batched(torch.ops.fpemu.round, in_dims, x, spec, key), 0
 
 
 @torch.library.register_vmap("fpemu::round_tally", lib=LIBRARY)
 def _(
     info: Any, in_dims: Any, x: Tensor, spec: str, key: Any, counts: Tensor, sums: Tensor
 ) -> tuple[Tensor, int]:
-    x = x.movedim(in_dims[0], 0)
-    return torch.ops.fpemu.round_tally(x, spec, key, counts, sums), 0
+    return _batched(torch.ops.fpemu.round_tally, in_dims, x, spec, key, counts, sums), 0
 
 
-def _format(x: Tensor, quantizer: Quantizer) -> Format:
-    """The format to round to: scaling by a power of two is another bias, and so exact."""
+def _batched(operator: Any, in_dims: Any, x: Tensor, spec: str, key: Any, *counters: Tensor) -> Tensor:
+    """A batch is one more dimension, for random words too; but each tensor has its own scale."""
+    if in_dims[0] is None:
+        x = x.expand(key.shape[in_dims[2]], *x.shape)
+    else:
+        x = x.movedim(in_dims[0], 0)
+    keys = [key] * len(x) if key is None or in_dims[2] is None else key.movedim(in_dims[2], 0)
+    if len(x) and (quantizer_of(spec).scaling is not None or keys[0] is not key):
+        return torch.stack([operator(one, spec, own, *counters) for one, own in zip(x, keys, strict=True)])
+    return operator(x, spec, key, *counters)
+
+
+def _scaled(x: Tensor, spec: str) -> tuple[Tensor, torch.dtype, Quantizer, Format]:
+    """The tensor, wide enough for the format that it is rounded to; its own dtype; the Quantizer; that
+    format.
+
+    Scaling by a power of two is another bias, and so exact. Where the moved range leaves that of the dtype
+    float64 holds it; what an element is rounded to always fits the dtype again.
+    """
+    carrier, quantizer = carrier_of(x), quantizer_of(spec)
+    fmt = quantizer.format
     if quantizer.scaling is None or x.numel() == 0:
-        return quantizer.format
+        return x, x.dtype, quantizer, fmt
     amax = x.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-    return quantizer.format if amax == 0 else _shifted(quantizer.format, math.frexp(amax)[1], amax)
+    if amax > 0:
+        fmt = _shifted(fmt, math.frexp(amax)[1], amax)
+    try:
+        carried(fmt, carrier)
+    except ValueError:
+        return x.double(), x.dtype, quantizer, fmt
+    return x, x.dtype, quantizer, fmt
 
 
 @lru_cache(maxsize=4096)
 def _shift(fmt: Format, exponent: int, fits: bool) -> Format:
-    # How far the range moves down; float32 must still hold every value of it.
+    # How far the range moves down. Only to where float64 can follow: float64 tensors of the very largest or
+    # smallest numbers meet that end.
     down = math.frexp(fmt.max)[1] - exponent - (not fits)
     lowest = fmt.emin - (fmt.precision - 1 if fmt.subnormal else 0)
-    down = max(min(down, lowest + 149, fmt.emin + 126), fmt.emax - 127)
+    down = max(min(down, lowest + 1074, fmt.emin + 1022), fmt.emax - 1023)
     return replace(fmt, bias=fmt.bias + down)
 
 
@@ -99,16 +141,18 @@ def _shifted(fmt: Format, exponent: int, amax: float) -> Format:
 
 def key_tensor(key: Key) -> Tensor:
     """A key as the operators take it: int64 (seed, stream, step, offset)."""
-    return torch.tensor([key.seed, key.stream, key.step, key.offset])
+    with torch.inference_mode(False):
+        return torch.tensor([key.seed, key.stream, key.step, key.offset])
 
 
-def _key(key: Tensor) -> Key:
-    return Key(*key.tolist())
+def _key(key: Tensor | None) -> Key | None:
+    return None if key is None else Key(*key.tolist())
 
 
 def new_tally() -> tuple[Tensor, Tensor]:
     """Counts and sums for ``round_tally``, all zero."""
-    return torch.zeros(COUNTS, dtype=torch.int64), torch.zeros(SUMS, dtype=torch.float64)
+    with torch.inference_mode(False):
+        return torch.zeros(COUNTS, dtype=torch.int64), torch.zeros(SUMS, dtype=torch.float64)
 
 
 class _Cast(torch.autograd.Function):
@@ -129,8 +173,12 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        # Straight through: the derivative of rounding is taken as one.
-        return _apply(gradient, ctx.backward_spec, *ctx.gradient), *[None] * 8
+        # Straight through: the derivative of rounding is taken as one, here and where this is differentiated.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            rounded = round_with_gradient(gradient, ctx.backward_spec, *ctx.gradient, None, None, None, None)
+        else:
+            rounded = _apply(gradient, ctx.backward_spec, *ctx.gradient)
+        return rounded, *[None] * 8
 
 
 class _EagerCast(torch.autograd.Function):
@@ -139,7 +187,8 @@ class _EagerCast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
         _Cast.setup_context(ctx, inputs, None)
-        return _apply(*inputs[:5])
+        with torch._C._AutoDispatchBelowAutograd():
+            return _apply(*inputs[:5])
 
     backward = _Cast.backward
 
@@ -156,6 +205,8 @@ def _apply(
 ) -> Tensor:
     if spec is None:
         return x.clone()
+    if not torch.compiler.is_compiling() and x.layout != torch.strided:
+        return x.clone()  # the sparse gradient of an embedding is left alone
     if counts is None:
         return torch.ops.fpemu.round.default(x, spec, key)
     return torch.ops.fpemu.round_tally.default(x, spec, key, counts, sums)

@@ -46,7 +46,8 @@ def run(size_log2: int = 24, repeats: int = 9) -> None:
     console = Console()
     console.print(table(times, 2**size_log2))
     console.print(
-        f"cast of a torch tensor of 1024 elements that requires grad, forward: {call * 1e6:.1f} µs a call"
+        f"cast of a torch tensor of 1024 elements that requires grad, forward: {call * 1e6:.1f} µs a call",
+        soft_wrap=True,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import textwrap
 from collections import OrderedDict
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
 from .autograd import key_tensor, new_tally, round_with_gradient
@@ -21,6 +24,8 @@ from .stats import Tally
 
 Inputs = tuple[str | None, Tensor | None, Tensor | None, Tensor | None]
 NOTHING: Inputs = (None, None, None, None)
+OF_MODULE, OF_WEIGHT = ("activation", "gradient"), ("weight", "weight_gradient")
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class Site:
@@ -28,12 +33,22 @@ class Site:
 
     def __init__(self, quantizer: Quantizer, key: Key) -> None:
         self.quantizer = quantizer
-        self.key = key_tensor(key) if quantizer.stochastic else None
+        # Sums of gradients, rounded again, must not draw the words that their last summand drew.
+        stochastic = quantizer.stochastic
+        self.key = key_tensor(key) if stochastic else None
+        self.sum_key = key_tensor(key.fold_in("sum")) if stochastic else None
         self.counts, self.sums = new_tally()
 
     def inputs(self) -> Inputs:
         """What the operator takes."""
         return self.quantizer.spec, self.key, self.counts, self.sums
+
+    def next_step(self) -> None:
+        """Draw new words from here on; what is already in a graph keeps its key."""
+        for name in ("key", "sum_key"):
+            key = getattr(self, name)
+            if key is not None:
+                setattr(self, name, key + _STEP)
 
     def tally(self) -> Tally:
         """A copy of the counts so far."""
@@ -41,15 +56,19 @@ class Site:
         return Tally(self.counts.numpy().copy(), self.sums.numpy().copy(), self.quantizer.format)
 
 
+_STEP = key_tensor(Key(0, step=1))
+
+
 class ModuleHooks:
     """The hooks of one module; they get the module passed and hold none, so they copy and pickle."""
 
-    def __init__(self, sites: dict[str, Site], leaf: bool) -> None:
+    def __init__(self, sites: dict[str, Site], outputs: tuple[str, str] | None) -> None:
         self.sites = sites
-        self.leaf = leaf
+        self.outputs = outputs
         self.called = False
         self.skipped: dict[str, str] = {}
         self._kept: list[dict[str, nn.Parameter | None]] = []
+        self._watched: dict[str, tuple[Tensor, Any]] = {}
 
     def _inputs(self, role: str) -> Inputs:
         return self.sites[role].inputs() if role in self.sites else NOTHING
@@ -58,8 +77,12 @@ class ModuleHooks:
         """Put rounded parameters in the places of the module's own, for the time of its forward."""
         self.called = True
         forward, backward = self._inputs("weight"), self._inputs("weight_gradient")
-        if forward is NOTHING and backward is NOTHING:
+        if self.outputs == OF_WEIGHT or (forward is NOTHING and backward is NOTHING):
             return
+        if backward is not NOTHING:
+            self.watch(module)
+            if getattr(module, "sparse", False):
+                self.skipped["weight gradient"] = "it is sparse"
         kept = dict(module._parameters)
         self._kept.append(kept)
         for name, parameter in kept.items():
@@ -75,10 +98,39 @@ class ModuleHooks:
         if self._kept:
             module._parameters.update(self._kept.pop())
             refresh(module)
-        forward, backward = self._inputs("activation"), self._inputs("gradient")
-        if not self.leaf or output is None or (forward is NOTHING and backward is NOTHING):
+        if self.outputs is None or output is None:
             return output
-        return map_tensors(lambda x: self._round(x, forward, backward), output)
+        forward, backward = (self._inputs(role) for role in self.outputs)
+        if forward is NOTHING and backward is NOTHING:
+            return output
+        return map_tensors(lambda x: self._round(x, forward, backward), output, self._unopened)
+
+    def _unopened(self, leaf: Any) -> None:
+        if not isinstance(leaf, PLAIN):
+            self.skipped["output"] = f"a {type(leaf).__name__} is not opened"
+
+    def watch(self, module: nn.Module) -> None:
+        """Round what accumulates in the gradients of the module's parameters."""
+        for name, parameter in module._parameters.items():
+            known = self._watched.get(name)
+            if parameter is None or not parameter.requires_grad or (known and known[0] is parameter):
+                continue
+            if torch.compiler.is_compiling() or not parameter.is_leaf:
+                continue
+            if known:
+                known[1].remove()
+            hook = GradientHook(self.sites["weight_gradient"])
+            self._watched[name] = parameter, parameter.register_post_accumulate_grad_hook(hook)
+
+    def leave(self, module: nn.Module) -> None:
+        """Undo what is left in the module and its parameters, also after an interrupted forward."""
+        if self._kept:
+            module._parameters.update(self._kept[0])
+            self._kept.clear()
+            refresh(module)
+        for _, handle in self._watched.values():
+            handle.remove()
+        self._watched.clear()
 
     def _round(self, x: Tensor, forward: Inputs, backward: Inputs) -> Tensor:
         reason = unsuitable(x)
@@ -89,7 +141,8 @@ class ModuleHooks:
         return x
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": []}
+        # A copy's parameters are others: it watches them from its first forward on.
+        return self.__dict__ | {"_kept": [], "_watched": {}}
 
 
 def refresh(module: nn.Module) -> None:
@@ -98,19 +151,21 @@ def refresh(module: nn.Module) -> None:
         module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
 
 
-class StepHook:
+class RootHook:
     """Before each forward of the whole model: fresh random words. A recomputation in it draws the same."""
 
-    def __init__(self, keys: list[Tensor]) -> None:
-        self.keys = keys
-        self.first = True
+    def __init__(self, sites: list[Site]) -> None:
+        self.sites = sites
+        self.called = False
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """As a forward pre-hook of the model."""
-        if not self.first:
-            for key in self.keys:
-                key[2] += 1
-        self.first = False
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            return  # within a backward pass: a checkpoint runs the whole model again
+        if self.called:
+            for site in self.sites:
+                site.next_step()
+        self.called = True
 
 
 class GradientHook:
@@ -122,8 +177,11 @@ class GradientHook:
     def __call__(self, parameter: Tensor) -> None:
         """As a post-accumulate hook, which must return None."""
         if parameter.grad is not None and unsuitable(parameter.grad) is None:
-            spec, key, _, _ = self.site.inputs()
-            parameter.grad.copy_(torch.ops.fpemu.round.default(parameter.grad, spec, key))
+            rounded = torch.ops.fpemu.round.default(
+                parameter.grad.detach(), self.site.quantizer.spec, self.site.sum_key
+            )
+            with torch.no_grad():
+                parameter.grad.copy_(rounded)
 
 
 def unsuitable(x: Tensor) -> str | None:
@@ -132,24 +190,27 @@ def unsuitable(x: Tensor) -> str | None:
         return ""
     if type(x) not in (Tensor, nn.Parameter) and not isinstance(x, torch._subclasses.FakeTensor):
         return f"a {type(x).__name__} is not a plain tensor"
-    if x.layout != torch.strided:
-        return f"layout {x.layout}"
+    if x.layout != torch.strided or x.is_nested:
+        return "it is nested" if x.is_nested else f"layout {x.layout}"
     return None if x.dtype == torch.float32 else f"dtype {x.dtype}"
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """``tree`` with every tensor in it replaced, whatever containers hold it; dataclasses too."""
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, other: Callable[[Any], None]) -> Any:
+    """``tree`` with every tensor in it replaced, in any containers; ``other`` is told of other leaves."""
     if isinstance(tree, Tensor):
         return function(tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        changed = {
-            f.name: map_tensors(function, getattr(tree, f.name)) for f in dataclasses.fields(tree) if f.init
-        }
-        return dataclasses.replace(tree, **changed)
+        changed = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            if hasattr(tree, field.name):
+                value = map_tensors(function, getattr(tree, field.name), other)
+                object.__setattr__(changed, field.name, value)
+        return changed
     leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
     if structure.is_leaf():
+        other(tree)
         return tree
-    return pytree.tree_unflatten([map_tensors(function, leaf) for leaf in leaves], structure)
+    return pytree.tree_unflatten([map_tensors(function, leaf, other) for leaf in leaves], structure)
 
 
 class Emulation:
@@ -158,27 +219,24 @@ class Emulation:
     def __init__(self, model: nn.Module, hooks: dict[str, ModuleHooks]) -> None:
         self.hooks = hooks
         self._handles: list[Any] = []
-        for name, module in model.named_modules():
-            if name in hooks:
-                self._handles.append(module.register_forward_pre_hook(hooks[name].before))
-                self._handles.append(module.register_forward_hook(hooks[name].after, always_call=True))
-                self._watch_gradients(module, hooks[name])
-        keys = [site.key for hook in hooks.values() for site in hook.sites.values() if site.key is not None]
-        if keys:
-            self._handles.append(model.register_forward_pre_hook(StepHook(keys)))
-
-    def _watch_gradients(self, module: nn.Module, hooks: ModuleHooks) -> None:
-        if "weight_gradient" in hooks.sites:
-            watch = GradientHook(hooks.sites["weight_gradient"])
-            for parameter in module.parameters(recurse=False):
-                if parameter.requires_grad:
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(watch))
+        self._modules = {name: module for name, module in model.named_modules() if name in hooks}
+        for name, module in self._modules.items():
+            self._handles.append(module.register_forward_pre_hook(hooks[name].before))
+            self._handles.append(module.register_forward_hook(hooks[name].after, always_call=True))
+            if "weight_gradient" in hooks[name].sites:
+                hooks[name].watch(module)
+        sites = [site for hook in hooks.values() for site in hook.sites.values() if site.key is not None]
+        self._root = RootHook(sites)
+        self._handles.append(model.register_forward_pre_hook(self._root))
 
     def remove(self) -> None:
         """Take all rounding out of the model; what was counted stays. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for name, module in self._modules.items():
+            self.hooks[name].leave(module)
+        self._modules.clear()
 
     def __enter__(self) -> Emulation:
         return self
@@ -207,7 +265,7 @@ class Emulation:
             for name, hooks in self.hooks.items()
             for what, why in hooks.skipped.items()
         }
-        if any(hooks.called for hooks in self.hooks.values()):
+        if self._root.called or any(hooks.called for hooks in self.hooks.values()):
             never = (name for name, hooks in self.hooks.items() if not hooks.called)
             skipped |= {name: "its forward was never called" for name in never}
         return Report(self.tallies(), skipped)
@@ -267,7 +325,7 @@ def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None) -> Emul
     Raises:
         TypeError: ``model`` is no module, ``policy`` no Policy.
         ValueError: a pattern of the policy matches no module.
-        RuntimeError: a module to be rounded is emulated already.
+        RuntimeError: a module to be rounded is emulated already, or the model is compiled.
 
     Example:
         >>> import torch
@@ -281,25 +339,41 @@ def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None) -> Emul
         raise TypeError(f"emulate needs a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(policy, Policy):
         raise TypeError(f"emulate needs a Policy, for example Policy(weight='fp16'), got {policy!r}")
+    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
+        raise RuntimeError(
+            "the model is compiled, and what is compiled already would go on unrounded; emulate it first, "
+            "then compile it"
+        )
     chosen = _chosen(model, policy)
     key = Key(0) if key is None else key
     hooks = {}
     for name, module in chosen.items():
+        outputs = outputs_of(module)
         if any(isinstance(getattr(h, "__self__", None), ModuleHooks) for h in module._forward_hooks.values()):
             raise RuntimeError(f"module {name!r} is emulated already; remove() that emulation first")
         sites = {
             role: Site(quantizer, key.fold_in(name).fold_in(role))
             for role, quantizer in policy.roles().items()
-            if role in ("activation", "gradient") or module._parameters
+            if role in (outputs or ()) or (role in OF_WEIGHT and module._parameters)
         }
-        hooks[name] = ModuleHooks(sites, leaf=not module._modules)
+        hooks[name] = ModuleHooks(sites, outputs)
     return Emulation(model, hooks)
+
+
+def outputs_of(module: nn.Module) -> tuple[str, str] | None:
+    """The roles of what a module returns: a leaf's activations, a parametrization's weight, or none."""
+    if isinstance(module, ParametrizationList):
+        return OF_WEIGHT
+    return OF_MODULE if not module._modules.keys() - {"parametrizations"} else None
 
 
 def _chosen(model: nn.Module, policy: Policy) -> OrderedDict[str, nn.Module]:
     """Modules without children or with parameters of their own, by the policy's patterns."""
     candidates = {
-        name: module for name, module in model.named_modules() if not module._modules or module._parameters
+        name: module
+        for name, module in model.named_modules()
+        if (outputs_of(module) or module._parameters)
+        and (".parametrizations." not in f".{name}" or isinstance(module, ParametrizationList))
     }
     for pattern in (*policy.include, *policy.exclude):
         if not any(_matches(pattern, name, module) for name, module in candidates.items()):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .formats import Format
-from .policy import Quantizer, as_quantizer
+from .arrays import carrier_of
+from .formats import BINARY32, Format
+from .policy import Quantizer
 from .quantize import quantize
 from .random import Key
 
@@ -26,7 +27,8 @@ class LowPrecision(Optimizer):
 
     Args:
         optimizer: Any torch optimizer over float32 CPU parameters. It must not be stepped by itself.
-        weight: Format of the weights, or its name; None leaves them float32.
+        weight: Format of the weights, its name, or a Quantizer with a rounding of its own; None leaves them
+        float32.
         state: Format of floating-point optimizer state (momentum, exp_avg ...); None leaves it float32.
         rounding: ``"nearest_even"`` or ``"stochastic"``, of the weights and the state.
         master: Keep a float32 copy that updates accumulate in; the weights are that copy, rounded.
@@ -54,8 +56,8 @@ class LowPrecision(Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        weight: str | Format | None = None,
-        state: str | Format | None = None,
+        weight: str | Format | Quantizer | None = None,
+        state: str | Format | Quantizer | None = None,
         rounding: str = "nearest_even",
         master: bool = False,
         kahan: bool = False,
@@ -92,10 +94,12 @@ class LowPrecision(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _start(self, parameter: Tensor) -> None:
+        if carrier_of(parameter, "a parameter") != BINARY32:
+            raise TypeError(f"LowPrecision keeps weights as float32, got a parameter of {parameter.dtype}")
         if self.weight is None:
             return
         before = parameter.detach().clone()
-        quantize(parameter.detach(), self.weight.format, out=parameter.detach())
+        self._nearest(parameter.detach())
         if self.master:
             self._hidden[parameter] = before
         elif self.kahan:
@@ -107,6 +111,11 @@ class LowPrecision(Optimizer):
             owner = self.key.fold_in(names[index] if index < len(names) else index)
             self._keys[index, role] = owner.fold_in(role)
         return self._keys[index, role].at(self._step)
+
+    @property
+    def _kept_name(self) -> str:
+        """What is kept for each weight."""
+        return "master" if self.master else "compensation" if self.kahan else "nothing"
 
     @property
     def lost_share(self) -> float:
@@ -167,18 +176,21 @@ class LowPrecision(Optimizer):
 
     def _nearest(self, x: Tensor) -> Tensor:
         assert self.weight is not None
-        return quantize(x, self.weight.format, out=x)
+        return quantize(x, self.weight.format, overflow=self.weight.overflow, out=x)
 
     def _round_state(self, index: int, parameter: Tensor) -> None:
         if self.kept_state is None:
             return
         for name, value in self.state[parameter].items():
-            if isinstance(value, Tensor) and value.dtype == torch.float32 and value.shape == parameter.shape:
+            # A count of steps is no number to round.
+            if name == "step" or not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            if value.shape == parameter.shape:
                 self._quantize(value, self.kept_state, index, name)
 
     def _quantize(self, x: Tensor, quantizer: Quantizer, index: int, role: str) -> None:
         key = self._key(index, role) if quantizer.stochastic else None
-        quantize(x, quantizer.format, quantizer.rounding, key=key, out=x)
+        quantizer(x, key=key, out=x)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer; its parameters are rounded at once."""
@@ -199,6 +211,7 @@ class LowPrecision(Optimizer):
             "step": self._step,
             "updates": self.updates,
             "lost": self.lost,
+            "kept": self._kept_name,
             "hidden": {i: self._hidden[p] for i, p in enumerate(parameters) if p in self._hidden},
         }
 
@@ -209,9 +222,9 @@ class LowPrecision(Optimizer):
             ValueError: it is none of a LowPrecision with the same parameters and copies.
         """
         parameters = self._parameters()
-        hidden = state_dict.get("hidden")
+        hidden, kept = state_dict.get("hidden"), state_dict.get("kept")
         expected = [i for i, parameter in enumerate(parameters) if parameter in self._hidden]
-        if hidden is None or sorted(hidden) != expected:
+        if hidden is None or kept != self._kept_name or sorted(hidden) != expected:
             raise ValueError(
                 "load_state_dict needs the state_dict of a LowPrecision with the same parameters, master= "
                 f"and kahan=; got keys {sorted(state_dict)}"
@@ -223,6 +236,5 @@ class LowPrecision(Optimizer):
             self._hidden[parameters[index]].copy_(value)
 
 
-def _quantizer(fmt: str | Format | None, rounding: str) -> Quantizer | None:
-    quantizer = as_quantizer(fmt)
-    return quantizer and Quantizer(quantizer.format, rounding)
+def _quantizer(fmt: str | Format | Quantizer | None, rounding: str) -> Quantizer | None:
+    return fmt if fmt is None or isinstance(fmt, Quantizer) else Quantizer(fmt, rounding)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import nn
 
 from .formats import BINARY32, Format, as_format
 from .kernels.rules import Plan
-from .quantize import planned
+from .quantize import planned, quantize
+from .random import Key
 
 SCALINGS = (None, "tensor")
 ROLES = ("weight", "activation", "gradient", "weight_gradient")
@@ -64,6 +68,30 @@ class Quantizer:
         ):
             object.__setattr__(self, name, value)
         self.plan()  # refuses what is unknown, or not held by float32
+        # A plain attribute: torch.compile cannot follow a cached_property.
+        object.__setattr__(self, "spec", self._spec())
+
+    def __call__(self, x: Any, *, key: Key | None = None, out: Any = None) -> Any:
+        """``x`` rounded, as by ``quantize``.
+
+        Raises:
+            ValueError: as ``quantize``; or there is a scaling, which ``cast`` and ``emulate`` carry out.
+        """
+        if self.scaling is not None:
+            raise ValueError(
+                f"scaling={self.scaling!r} is for cast and emulate; round with scaling=None here"
+            )
+        return quantize(
+            x,
+            self.format,
+            self.rounding,
+            overflow=self.overflow,
+            key=key,
+            random_bits=self.random_bits,
+            variant=self.variant,
+            flush_subnormals=self.flush_subnormals,
+            out=out,
+        )
 
     def plan(self, fmt: Format | None = None, carrier: Format = BINARY32) -> Plan:
         """How the kernels carry it out, in another format if one is given."""
@@ -75,11 +103,11 @@ class Quantizer:
         """Whether rounding draws random words, and so needs a key."""
         return self.rounding == "stochastic"
 
-    @cached_property
-    def spec(self) -> str:
-        """All of it in one string, for a torch operator's argument."""
+    spec: ClassVar[str]  # all of it in one string, for a torch operator's argument; of each Quantizer its own
+
+    def _spec(self) -> str:
         f = self.format
-        shape = (f.name, f.exponent_bits, f.precision, f.bias, f.specials, int(f.subnormal), int(f.signed))
+        shape = (f.exponent_bits, f.precision, f.bias, f.specials, int(f.subnormal), int(f.signed), f.name)
         few = (self.random_bits or "", self.variant, int(self.flush_subnormals))
         return "|".join(map(str, (self.rounding, self.overflow, self.scaling or "", *few, *shape)))
 
@@ -87,8 +115,8 @@ class Quantizer:
 @cache
 def quantizer_of(spec: str) -> Quantizer:
     """The Quantizer whose ``spec`` this is."""
-    rounding, overflow, scaling, random_bits, variant, flush, name, *numbers = spec.split("|")
-    exponent_bits, precision, bias, specials, subnormal, signed = numbers
+    rounding, overflow, scaling, random_bits, variant, flush, *shape = spec.split("|", 12)
+    exponent_bits, precision, bias, specials, subnormal, signed, name = shape
     fmt = Format(
         name,
         int(exponent_bits),
@@ -146,7 +174,8 @@ class Policy:
             object.__setattr__(self, role, as_quantizer(getattr(self, role)))
         for name in ("include", "exclude"):
             value = getattr(self, name)
-            patterns = (value,) if isinstance(value, (str, type)) else tuple(value)
+            several = isinstance(value, Iterable) and not isinstance(value, (str, type, nn.Module))
+            patterns = tuple(value) if several else (value,)
             if not all(isinstance(pattern, (str, type)) for pattern in patterns):
                 raise TypeError(
                     f"{name} must be a module type or a pattern of names, or several, got {value!r}"

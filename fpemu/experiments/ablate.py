@@ -15,7 +15,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 from rich.text import Text
 
@@ -102,7 +101,6 @@ def _train_all(runs: list[Run], workers: int) -> Iterator[Result]:
 
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    torch.set_num_threads(1)
 
 
 def _train_one(run: Run) -> Result:

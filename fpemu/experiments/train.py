@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -112,8 +112,20 @@ class Result:
 _PLAIN = ("seed", "accuracy", "updates", "lost_updates", "steps", "skipped_steps", "bytes")
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """More threads sum in another order, which gives other bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def train(strategy: Strategy, settings: Settings, seed: int, data: Data) -> Result:
-    """Train the digits' network once.
+    """Train the digits' network once, on one thread.
 
     Args:
         strategy: What is kept in which format.

@@ -1,0 +1,366 @@
+"""The command: what it prints, and one line about bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import struct
+import subprocess
+import sys
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from typer.testing import CliRunner
+
+import fpemu
+from fpemu import Key, reference
+from fpemu.__main__ import app
+from fpemu.formats import ALIASES, NAMED, ROUNDINGS
+
+ROOT = pathlib.Path(fpemu.__file__).parent.parent
+
+
+def run(*arguments: str) -> str:
+    """What a command prints; it must succeed and print nothing on stderr."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert (result.exit_code, result.stderr) == (0, "")
+    return result.stdout
+
+
+def process(*arguments: str, cwd: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """``python -m fpemu`` as a process of its own."""
+    command = [sys.executable, "-m", "fpemu", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
+
+
+def fields(output: str) -> dict[str, str]:
+    """First word of each line -> the rest."""
+    return {name: rest for name, _, rest in (line.partition("  ") for line in output.splitlines())}
+
+
+# formats, show
+
+
+def test_formats_lists_every_named_format_with_its_limits():
+    head, *lines = run("formats").splitlines()
+    assert head.split()[:4] == ["name", "bits", "largest", "smallest"]
+    assert [line.split()[0] for line in lines] == [f.name for f in NAMED]
+    for line, f in zip(lines, NAMED, strict=True):
+        name, bits, largest, normal, smallest, eps, *aliases = line.split()
+        assert (int(bits), largest, aliases) == (f.bits, f"{f.max:.6g}", list(ALIASES[f.name])), name
+        for text, value in ((normal, f.smallest_normal), (smallest, f.smallest_subnormal), (eps, f.eps)):
+            assert 2.0 ** int(text.removeprefix("2^")) == value
+
+
+def test_show_has_the_limits_of_e4m3fn_and_all_256_values():
+    text, _, table = run("show", "e4m3fn").partition("\n\n")
+    assert text.splitlines()[0] == "e4m3fn"
+    limits = dict(line.split(maxsplit=1) for line in text.splitlines()[1:] if "smallest normal" not in line)
+    assert limits["bits"] == "8: 1 sign, 4 exponent, 3 fraction"
+    assert limits["largest"] == "448.0" and limits["smallest"] == "2^-9 = 0.001953125"
+    assert limits["exponents"] == "-6 to 8" and limits["eps"] == "2^-3 = 0.125"
+    assert (limits["infinity"], limits["NaN"], limits["-0.0"], limits["subnormals"]) == ("no", *["yes"] * 3)
+    head, *rows = table.splitlines()
+    assert head == "code  value" and len(rows) == 256
+    for code, row in enumerate(rows):
+        assert row == f"0x{code:02x}  {reference.decode(code, 'e4m3fn')!r}"
+
+
+@pytest.mark.parametrize(
+    "name, codes", [("fp16", 0), ("bf16", 0), ("e2m1", 16), ("e3m2", 64), ("e8m0fnu", 256)]
+)
+def test_show_lists_values_of_up_to_8_bits(name, codes):
+    output = run("show", name)
+    assert output.count("0x") == codes and ("code  value" in output) == bool(codes)
+
+
+@pytest.mark.parametrize("name", [f.name for f in NAMED])
+def test_show_takes_every_named_format(name):
+    assert run("show", name).startswith(f"{name}\n")
+
+
+# round
+
+
+def values(output: str) -> tuple[float, int]:
+    """Value and code of a round command's output."""
+    found = fields(output)
+    return float(found["value"].split()[0]), int(found["code"].split()[0], 16)
+
+
+@pytest.mark.parametrize(
+    "text, exact",
+    [
+        ("0.1", Fraction(1, 10)),
+        ("1/3", Fraction(1, 3)),
+        ("-1/3", Fraction(-1, 3)),
+        ("0x1.8p-3", Fraction(3, 16)),
+        ("-0x1.8P-3", Fraction(-3, 16)),
+        ("0x.8", Fraction(1, 2)),
+        ("0xffp0", Fraction(255)),
+        ("+2", Fraction(2)),
+        ("-1.5e-8", Fraction(-15, 10**9)),
+        ("-.5", Fraction(-1, 2)),
+        ("1e-7", Fraction(1, 10**7)),
+        ("65519.99", Fraction(6551999, 100)),
+        ("65520", Fraction(65520)),
+        # A float between them and the format would round twice: to 1 + 2**-11, then to even.
+        ("1.00048828125000000000000000000001", 1 + Fraction(1, 2**11) + Fraction(1, 10**32)),
+        ("0x1.00200000000000000000001p0", 1 + Fraction(1, 2**11) + Fraction(1, 2**92)),
+        ("0x1p-1080", Fraction(1, 2**1080)),
+        ("1e400", Fraction(10**400)),
+        ("-1e-400", Fraction(-1, 10**400)),
+    ],
+)
+@pytest.mark.parametrize("rounding", ["nearest_even", "toward_positive", "toward_negative"])
+def test_a_number_is_rounded_once_exactly_as_it_is_written(text, exact, rounding):
+    value, code = values(run("round", text, "fp16", "--rounding", rounding))
+    expected = reference.round_value(exact, "fp16", rounding)
+    assert struct.pack("d", value) == struct.pack("d", expected)
+    assert code == reference.encode(expected, "fp16")
+
+
+def test_round_shows_value_code_and_error():
+    # 0.1 in binary16 is 0x2e66 = 1638 * 2**-14, as numpy's float16(0.1) prints it.
+    assert run("round", "0.1", "fp16") == (
+        "value  0.0999755859375 = 0x1.9980000000000p-4\n"
+        "code   0x2e66 = 0 01011 1001100110\n"
+        "error  -2.44141e-05, 0.000244 of the value\n"
+    )
+    assert run("round", "2", "e2m1").splitlines()[1:] == ["code   0x4 = 0 10 0", "error  0, 0 of the value"]
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (["1e400", "e4m3fn", "--overflow", "saturate"], "-1e+400, 1 of the value"),
+        (["1e-400", "fp16"], "-1e-400, 1 of the value"),
+        (["1e-400", "fp16", "--rounding", "toward_positive"], "5.96046e-08, 5.96e+392 of the value"),
+        (["0", "fp16"], "0"),
+    ],
+)
+def test_errors_beyond_the_range_of_float_are_shown(arguments, error):
+    found = fields(run("round", *arguments))["error"]
+    for got, wanted in zip(found.split(), error.split(), strict=True):
+        if wanted[-1].isdigit() or wanted[-1] == ",":
+            assert Decimal(got.strip(",")) == Decimal(wanted.strip(","))
+
+
+@pytest.mark.parametrize(
+    "text, fmt, value, code",
+    [
+        ("inf", "fp16", "inf", 0x7C00),
+        ("-Infinity", "fp16", "-inf", 0xFC00),
+        ("nan", "fp16", "nan", 0x7E00),
+        ("-0", "fp16", "-0.0", 0x8000),
+        ("-0.0", "fp16", "-0.0", 0x8000),
+        ("-0x0p0", "fp16", "-0.0", 0x8000),
+        ("0", "fp16", "0.0", 0),
+        ("-0", "e4m3fnuz", "0.0", 0),
+        ("inf", "e4m3fn", "nan", 0x7F),
+        ("464", "e4m3fn", "448.0", 0x7E),
+        ("-1", "e8m0fnu", "nan", 0xFF),
+    ],
+)
+def test_special_values_have_a_code_and_no_error_line(text, fmt, value, code):
+    output = run("round", text, fmt)
+    assert fields(output)["value"].split()[0] == value
+    assert values(output)[1] == code
+    if value in ("inf", "-inf", "nan", "-0.0"):
+        assert "error" not in output
+
+
+def test_nan_in_a_format_without_it_has_no_code():
+    assert fields(run("round", "nan", "e2m1"))["code"].strip() == "none: e2m1 has no NaN"
+
+
+@pytest.mark.parametrize("rounding", [r for r in ROUNDINGS if r != "stochastic"])
+@pytest.mark.parametrize("text", ["1.3", "-1.3", "0.5", "500", "-500", "1e-9"])
+def test_every_rounding_and_overflow_is_that_of_the_reference(rounding, text):
+    for overflow in ("ieee", "saturate", "propagate"):
+        value, _ = values(run("round", text, "e4m3fn", "--rounding", rounding, "--overflow", overflow))
+        expected = reference.round_value(Fraction(text), "e4m3fn", rounding, overflow=overflow)
+        assert value == expected or (math.isnan(value) and math.isnan(expected))
+
+
+def test_stochastic_rounding_draws_the_first_word_of_its_seed():
+    drawn = set()
+    for seed in range(20):
+        value, _ = values(run("round", "1.05", "e4m3fn", "--rounding", "stochastic", "--seed", str(seed)))
+        word = Key(seed).word(0)
+        assert value == reference.round_value(Fraction("1.05"), "e4m3fn", "stochastic", word=word)
+        drawn.add(value)
+    assert drawn == {1.0, 1.125}
+
+
+# Bad input
+
+
+BAD = {
+    "unknown format": (["show", "fp17"], "'fp17'"),
+    "unknown format to round to": (["round", "1", "fp17"], "'fp17'"),
+    "no number": (
+        ["round", "one", "fp16"],
+        "'one' is no number; write 0.1, 1/3, -2e-8, 0x1.8p-3, inf or nan",
+    ),
+    "division by zero": (["round", "1/0", "fp16"], "'1/0' is no number"),
+    "no digits": (["round", "0xp3", "fp16"], "'0xp3' is no number"),
+    "no text": (["round", "", "fp16"], "'' is no number"),
+    "huge exponent": (["round", "1e999999999", "fp16"], "the exponent of '1e999999999' is out of reach"),
+    "huge hexadecimal exponent": (["round", "0x1p-999999999", "fp16"], "is out of reach; write at most five"),
+    "unknown rounding": (
+        ["round", "1", "fp16", "--rounding", "up"],
+        "unknown rounding 'up'; choose from nearest",
+    ),
+    "unknown overflow": (
+        ["round", "1", "fp16", "--overflow", "wrap"],
+        "unknown overflow 'wrap'; choose from ieee",
+    ),
+    "bad seed": (
+        ["round", "1", "fp16", "--rounding", "stochastic", "--seed", "-1"],
+        "0 <= seed < 2**32, got -1",
+    ),
+    "unknown strategy": (
+        ["ablate", "--strategies", "fp17"],
+        "unknown strategy 'fp17'; choose from fp32, mixed",
+    ),
+    "strategy twice": (["ablate", "--strategies", "fp32,fp32"], "two strategies are called 'fp32'"),
+    "missing strategy file": (["ablate", "--strategies", "gone.toml"], "cannot read strategy file gone.toml"),
+    "unknown data": (
+        ["ablate", "--data", "mnist"],
+        "unknown data 'mnist'; choose digits or fashion-mnist:DIR",
+    ),
+    "missing data": (
+        ["ablate", "--data", "fashion-mnist:gone"],
+        "data directory gone does not exist; it must",
+    ),
+    "no seeds": (["ablate", "--seeds", "0"], "seeds must be at least 1, got 0"),
+    "no workers": (["ablate", "--workers", "0"], "workers must be at least 1, got 0"),
+    "negative lr": (["ablate", "--lr", "-0.1"], "lr must be a positive number, got -0.1"),
+    "lr no number": (["ablate", "--lr", "nan"], "lr must be a positive number, got nan"),
+    "momentum": (["ablate", "--momentum", "1"], "momentum must be at least 0 and below 1, got 1.0"),
+    "batch": (["ablate", "--batch", "0"], "batch must be at least 1, got 0"),
+    "epochs": (["ablate", "--epochs", "0"], "epochs must be at least 1, got 0"),
+}
+
+
+def one_line(result, message: str) -> None:
+    """Exit code 2, nothing on stdout, and one line on stderr that begins with the command's name."""
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("fpemu: ") and message in line
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gives_one_line_and_no_directory(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments, message = BAD[name]
+    one_line(CliRunner().invoke(app, arguments), message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("policy.weight = 'fp17'", "bad.toml: policy.weight of strategy 'bad': "),
+        ("x =", "strategy file bad.toml is not valid toml: "),
+        ("policy = {weight = 'fp16', include = 'conv*'}", "pattern 'conv*' matches none of the 5 modules"),
+        ("optimizer.kahan = true", "bad.toml: optimizer of strategy 'bad': "),
+    ],
+)
+def test_a_bad_strategy_file_gives_one_line_and_no_directory(content, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.toml").write_text(content)
+    one_line(CliRunner().invoke(app, ["ablate", "--strategies", "bad.toml"]), message)
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.toml"]
+
+
+def test_damaged_files_and_directories_give_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text("{}")
+    one_line(CliRunner().invoke(app, ["ablate", "--out", "out"]), "does not hold results of ablate")
+    assert (tmp_path / "out" / "results.json").read_text() == "{}"
+    one_line(CliRunner().invoke(app, ["ablate", "--out", "out/results.json"]), "results.json")
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (tmp_path / f"{name}-ubyte.gz").write_bytes(b"damaged")
+    one_line(CliRunner().invoke(app, ["ablate", "--data", "fashion-mnist:."]), "train-images-idx3-ubyte.gz")
+
+
+def test_bad_input_in_a_real_process_shows_no_traceback(tmp_path):
+    result = process("ablate", "--seeds", "0", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "fpemu: seeds must be at least 1, got 0\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+# ablate, bench, help
+
+
+LOW_RATE = "The learning rate is low on purpose"
+
+
+def test_ablate_prints_a_table_and_where_the_files_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('policy = {gradient = "e5m2"}\nloss_scale = "dynamic"\n')
+    arguments = ["ablate", "--strategies", "fp16-nearest,mine.toml", "--epochs", "2", "--batch", "128"]
+    arguments += ["--workers", "1", "--seeds", "2", "--out", "runs[a]"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0
+    head, columns, nearest, mine, where, low = result.stdout.splitlines()
+    assert columns.split()[0] == "strategy" and "test" in head
+    assert nearest.split()[0] == "fp16-nearest" and mine.split()[0] == "mine" and "±" in mine
+    assert where == (
+        "results.json, gradients.png and losses.png are in runs[a]/. "
+        "Means of 2 seeds, ± sample standard deviation."
+    )
+    assert low.startswith(LOW_RATE)
+    assert "4/4" in result.stderr
+    names = ["gradients.png", "losses.png", "results.json"]
+    assert sorted(p.name for p in (tmp_path / "runs[a]").iterdir()) == names
+    content = json.loads((tmp_path / "runs[a]" / "results.json").read_text())
+    assert [entry["strategy"]["name"] for entry in content["results"]] == ["fp16-nearest"] * 2 + ["mine"] * 2
+    again = CliRunner().invoke(app, arguments)
+    assert again.stdout == result.stdout
+
+
+@pytest.mark.parametrize(
+    "options, low", [(["--lr", "0.1"], False), (["--momentum", "0.9"], False), (["--lr", "0.009"], True)]
+)
+def test_the_sentence_about_the_rate_comes_only_with_a_low_one(options, low, tmp_path):
+    arguments = ["ablate", "--strategies", "fp32", "--epochs", "1", "--batch", "256", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, [*arguments, *options])
+    assert result.exit_code == 0 and (LOW_RATE in result.stdout) == low
+    assert "Means of" not in result.stdout
+
+
+def test_ablate_where_everything_diverges_still_ends_with_a_table(tmp_path):
+    arguments = ["ablate", "--strategies", "fp32,mixed", "--epochs", "2", "--lr", "1e6", "--workers", "1"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
+    assert result.exit_code == 0 and result.stdout.splitlines()[2].split()[:3:2] == ["fp32", "nan"]
+
+
+def test_bench_prints_a_ratio_for_every_case():
+    output = run("bench", "--size-log2", "12", "--repeats", "1")
+    assert "4096 float32, one thread, medians" in output
+    for fmt in ("fp16", "bf16", "e5m2", "e4m3fn"):
+        for rounding in ("nearest_even", "stochastic"):
+            assert f"{fmt} {rounding}" in output
+    assert output.endswith(" µs a call\n")
+
+
+def test_help_lists_the_commands():
+    result = process("--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    for command in ("ablate", "bench", "formats", "show", "round"):
+        assert f"\n  {command} " in result.stdout
+
+
+def test_help_alone_and_a_wrong_command_are_told_apart():
+    assert "Commands:" in CliRunner().invoke(app, ["--help"]).stdout
+    result = CliRunner().invoke(app, ["rond"])
+    assert result.exit_code == 2 and "No such command 'rond'" in result.stderr
