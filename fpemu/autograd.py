@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import stats
 from .arrays import carrier_of
-from .formats import Format
+from .formats import Format, as_format
 from .kernels.layout import COUNTS, SUMS
-from .kernels.rules import carried
+from .kernels.rules import Plan, carried
 from .policy import Quantizer, as_quantizer, quantizer_of
 from .quantize import round_tensor
 from .random import Key
@@ -32,15 +32,29 @@ LIBRARY.define(
 
 
 def _round(x: Tensor, spec: str, key: Tensor | None) -> Tensor:
-    x, dtype, quantizer, fmt = _scaled(x, spec)
-    return round_tensor(x, quantizer.plan(fmt, carrier_of(x)), _key(key)).to(dtype)
+    steps = _steps(spec, carrier_of(x).name)
+    if steps is not None:
+        return round_tensor(x, steps, _key(key))
+    wide, quantizer, fmt = _scaled(x, quantizer_of(spec))
+    return round_tensor(wide, quantizer.plan(fmt, carrier_of(wide)), _key(key)).to(x.dtype)
 
 
 def _round_tally(x: Tensor, spec: str, key: Tensor | None, counts: Tensor, sums: Tensor) -> Tensor:
-    x, dtype, quantizer, fmt = _scaled(x, spec)
-    rounded = round_tensor(x, quantizer.plan(fmt, carrier_of(x)), _key(key))
-    stats.add(counts.data_ptr(), sums.data_ptr(), x, rounded, fmt)
-    return rounded.to(dtype)
+    quantizer, steps = quantizer_of(spec), _steps(spec, carrier_of(x).name)
+    wide, fmt = x, quantizer.format
+    if steps is None:
+        wide, quantizer, fmt = _scaled(x, quantizer)
+        steps = quantizer.plan(fmt, carrier_of(wide))
+    rounded = round_tensor(wide, steps, _key(key))
+    stats.add(counts.data_ptr(), sums.data_ptr(), wide, rounded, fmt)
+    return rounded if wide is x else rounded.to(x.dtype)
+
+
+@cache
+def _steps(spec: str, carrier: str) -> Plan | None:
+    """How to round, where that does not depend on the tensor's largest value."""
+    quantizer = quantizer_of(spec)
+    return quantizer.plan(carrier=as_format(carrier)) if quantizer.scaling is None else None
 
 
 class _Straight(torch.autograd.Function):
@@ -103,25 +117,21 @@ def _batched(operator: Any, in_dims: Any, x: Tensor, spec: str, key: Any, *count
     return operator(x, spec, key, *counters)
 
 
-def _scaled(x: Tensor, spec: str) -> tuple[Tensor, torch.dtype, Quantizer, Format]:
-    """The tensor, wide enough for the format that it is rounded to; its own dtype; the Quantizer; that
-    format.
+def _scaled(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer, Format]:
+    """The tensor, wide enough for the format that it is rounded to; the Quantizer; that format.
 
     Scaling by a power of two is another bias, and so exact. Where the moved range leaves that of the dtype
     float64 holds it; what an element is rounded to always fits the dtype again.
     """
-    carrier, quantizer = carrier_of(x), quantizer_of(spec)
     fmt = quantizer.format
-    if quantizer.scaling is None or x.numel() == 0:
-        return x, x.dtype, quantizer, fmt
-    amax = x.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    amax = x.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item() if x.numel() else 0.0
     if amax > 0:
         fmt = _shifted(fmt, math.frexp(amax)[1], amax)
     try:
-        carried(fmt, carrier)
+        carried(fmt, carrier_of(x))
     except ValueError:
-        return x.double(), x.dtype, quantizer, fmt
-    return x, x.dtype, quantizer, fmt
+        return x.double(), quantizer, fmt
+    return x, quantizer, fmt
 
 
 @lru_cache(maxsize=4096)
@@ -187,8 +197,7 @@ class _EagerCast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
         _Cast.setup_context(ctx, inputs, None)
-        with torch._C._AutoDispatchBelowAutograd():
-            return _apply(*inputs[:5])
+        return _apply(*inputs[:5])
 
     backward = _Cast.backward
 
@@ -205,11 +214,27 @@ def _apply(
 ) -> Tensor:
     if spec is None:
         return x.clone()
-    if not torch.compiler.is_compiling() and x.layout != torch.strided:
-        return x.clone()  # the sparse gradient of an embedding is left alone
+    if not torch.compiler.is_compiling():
+        if x.layout != torch.strided:
+            return x.clone()  # the sparse gradient of an embedding is left alone
+        if type(x) in (Tensor, nn.Parameter) and not _seen():
+            # Nothing looks on: spare the dispatcher, half the cost of a small call.
+            if counts is None or sums is None:
+                return _round(x, spec, key)
+            return _round_tally(x, spec, key, counts, sums)
     if counts is None:
         return torch.ops.fpemu.round.default(x, spec, key)
     return torch.ops.fpemu.round_tally.default(x, spec, key, counts, sums)
+
+
+def _seen() -> bool:
+    """Whether a transform, a dispatch mode, the profiler or a tracer wants to see the operator."""
+    return bool(
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def cast(
