@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fpemu import bench
+from fpemu.formats import ROUNDINGS
 
 TIMES = {
     "np.copyto": 0.004,
@@ -24,17 +25,20 @@ def test_each_way_is_compared_with_its_own_limit():
     shown = columns(TIMES, 10**6)
     assert shown["case"] == list(TIMES)
     assert shown["ms"] == ["4.00", "2.00", "1.00", "8.00", "2.00"]
-    assert shown["10^9 elements/s"] == ["0.25", "0.50", "1.00", "0.12", "0.50"]
-    assert shown["of the best copy"] == ["0.50", "1.00", "", "0.25", ""]
+    assert shown["10^9/s"] == ["0.25", "0.50", "1.00", "0.12", "0.50"]
+    assert shown["of best copy"] == ["0.50", "1.00", "", "0.25", ""]
     assert shown["of x ^= 1"] == ["", "", "1.00", "", "0.50"]
 
 
 def test_every_case_is_measured_and_rounds_in_place_or_into_out():
     times = bench.measure(10, 3)
-    ways = [f"{way}" for _ in range(8) for way in ("out=", "in place")]
+    both, one = ("nearest_even", "stochastic"), set(ROUNDINGS) - {"nearest_even", "stochastic"}
+    cases = {(rounding, way) for rounding in both for way in ("out=", "in place")}
+    cases |= {(rounding, "out=") for rounding in one}
     assert list(times)[:3] == ["np.copyto", "torch copy_", "x ^= 1"]
-    assert [name.split(maxsplit=2)[2] for name in list(times)[3:]] == ways
-    assert len(times) == 3 + 16 and all(seconds > 0 for seconds in times.values())
+    split = [name.split(maxsplit=2) for name in list(times)[3:]]
+    assert {tuple(name) for name in split} == {(f, *case) for f in bench.FORMATS for case in cases}
+    assert len(split) == 4 * len(cases) and all(seconds > 0 for seconds in times.values())
 
 
 def test_buffers_start_on_a_cache_line():
