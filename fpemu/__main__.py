@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from fractions import Fraction
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -131,6 +134,49 @@ def bench(
     from .bench import run
 
     run(size_log2, repeats)
+
+
+@app.command()
+def check(
+    quantizer: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="of one float32 numpy array")],
+    fmt: _FormatName,
+    rounding: Annotated[str, typer.Option(help=", ".join(ROUNDINGS))] = "nearest_even",
+    overflow: Annotated[str, typer.Option(help=", ".join(OVERFLOWS))] = "ieee",
+    exhaustive: Annotated[
+        int, typer.Option(metavar="16|32", help="float32 patterns, as a power of two; default: hard inputs")
+    ] = 0,
+) -> None:
+    """Compare a quantizer, found in the current directory or installed, with the exact reference.
+
+    The exit code is 1 if any result is wrong, 2 if the quantizer cannot be checked.
+    """
+    from .testing import check as compare
+
+    with _bad_input():
+        function = _import(quantizer)
+        report = compare(function, fmt, rounding, overflow=overflow, exhaustive=exhaustive or None)  # type: ignore[arg-type]
+    typer.echo(str(report))
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _import(target: str) -> Callable[..., Any]:
+    """The function that ``package.module:function`` names."""
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise ValueError(f"a quantizer is given as package.module:function, got {target!r}")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{module!r} has no {name!r}; give the name of a function in it")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"{target!r} is no function but {found!r}")
+    return found
 
 
 @app.command()
