@@ -47,7 +47,7 @@ _LAZY = {
     "emulate": "emulation",
     "LowPrecision": "optim",
 }
-_MODULES = ("optim", "plot")
+_MODULES = ("optim", "plot", "testing")
 
 
 def __getattr__(name: str) -> Any:

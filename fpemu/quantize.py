@@ -201,6 +201,17 @@ def _quantize_torch(x: Any, steps: Plan, key: Key | None, out: Any) -> Any:
     return result
 
 
+def _overlap(a: Any, b: Any) -> bool:
+    """Whether the memory from first to last element of two tensors has a byte in common."""
+    if not a.numel() or not b.numel():
+        return False
+    ends = []
+    for t in (a, b):
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        ends.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize))
+    return bool(ends[0][0] < ends[1][1] and ends[1][0] < ends[0][1])
+
+
 def round_tensor(x: Any, steps: Plan, key: Key | None, out: Any = None) -> Any:
     """`quantize` of a tensor that has been checked, whether or not it requires grad."""
     import torch
@@ -211,7 +222,7 @@ def round_tensor(x: Any, steps: Plan, key: Key | None, out: Any = None) -> Any:
     dense = x.is_contiguous() and result.is_contiguous()
     if not dense and key is None:
         dense = x.stride() == result.stride() == torch.empty_like(x).stride()
-    if out is not None and not same and x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+    if out is not None and not same and _overlap(x, out):
         dense = False  # another view of the same memory
     if dense and x.itemsize == steps.words.itemsize:
         launch.round_array(x.data_ptr(), result.data_ptr(), x.numel(), steps, key)

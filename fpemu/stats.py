@@ -136,14 +136,19 @@ class Tally:
             scale: A power of two to multiply the values by first, as loss scaling does.
 
         Raises:
-            ValueError: ``scale`` is no power of two, or the format has no zero.
+            ValueError: ``scale`` is no power of two, or the format has no zero or no sign.
         """
         fmt = as_format(fmt)
         mantissa, exponent = math.frexp(scale)
         if mantissa != 0.5:
             raise ValueError(f"scale must be a power of two for exact counts by binade, got {scale!r}")
-        if not fmt.has_zero:
-            raise ValueError(f"{fmt.name} has no zero to lose values to")
+        if not fmt.has_zero or not fmt.signed:
+            lack = (
+                "zero to lose values to"
+                if not fmt.has_zero
+                else "sign, and the histogram does not tell signs"
+            )
+            raise ValueError(f"{fmt.name} has no {lack}")
         # Up to half the smallest value, that tie included, everything becomes zero.
         tie = math.frexp(fmt.smallest_subnormal)[1] - 2 - (exponent - 1) - LOWEST
         tie = min(max(tie, -1), BINS)
@@ -152,7 +157,12 @@ class Tally:
         return below / total if total else 0.0
 
     def sqnr(self) -> float:
-        """Mean square of the values over that of the rounding errors, in dB; infinity without error."""
+        """Mean square of the values over that of the rounding errors, in dB; infinity without error.
+
+        NaN where float64 does not hold the squares, of values beyond 1e-150 or 1e150.
+        """
+        if not math.isfinite(self.sums[SQUARES]) or (self.amax > 0 and self.sums[SQUARES] == 0):
+            return math.nan
         if self.sums[ERRORS] == 0:
             return math.inf
         return 10 * math.log10(self.sums[SQUARES] / self.sums[ERRORS]) if self.sums[SQUARES] else -math.inf

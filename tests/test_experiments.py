@@ -32,6 +32,11 @@ NARROW = {"format": "e4m3fn", "overflow": "saturate"}
 
 
 @pytest.fixture(scope="module", autouse=True)
+def compressed(content):
+    """Without the time: names of tests must not depend on it."""
+    return gzip.compress(content, mtime=0)
+
+
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -331,7 +336,7 @@ def fashion(tmp_path):
         (TEST_IMAGES, np.arange(12).reshape(2, 2, 3)),
         (TEST_LABELS, np.array([1, 2])),
     ):
-        (directory / name).write_bytes(gzip.compress(idx(array)))
+        (directory / name).write_bytes(compressed(idx(array)))
     return directory
 
 
@@ -378,15 +383,15 @@ GOOD = idx(np.arange(18).reshape(3, 2, 3))
 @pytest.mark.parametrize(
     "content, match",
     [
-        (gzip.compress(GOOD)[:-9], "cannot read .*: Compressed file ended .*; fetch the file again"),
+        (compressed(GOOD)[:-9], "cannot read .*: Compressed file ended .*; fetch the file again"),
         (b"no gzip file", "cannot read .*: Not a gzipped file"),
-        (gzip.compress(GOOD)[:10] + b"\xff" * 30, "cannot read .*: Error .* while decompressing"),
-        (gzip.compress(GOOD[:-1]), r"holds 17 values, but its shape is \(3, 2, 3\); fetch it again"),
-        (gzip.compress(GOOD + b"\0"), r"holds 19 values, but its shape is \(3, 2, 3\); fetch it again"),
-        (gzip.compress(GOOD[:10]), "ends within its header of 16 bytes; fetch it again"),
-        (gzip.compress(b"\0\0\x08"), "is no idx file of bytes: it starts with '000008', wanted"),
-        (gzip.compress(b""), "is no idx file of bytes: it starts with '', wanted '000008'"),
-        (gzip.compress(b"\0\0\x0d" + GOOD[3:]), "is no idx file of bytes: it starts with '00000d03', wanted"),
+        (compressed(GOOD)[:10] + b"\xff" * 30, "cannot read .*: Error .* while decompressing"),
+        (compressed(GOOD[:-1]), r"holds 17 values, but its shape is \(3, 2, 3\); fetch it again"),
+        (compressed(GOOD + b"\0"), r"holds 19 values, but its shape is \(3, 2, 3\); fetch it again"),
+        (compressed(GOOD[:10]), "ends within its header of 16 bytes; fetch it again"),
+        (compressed(b"\0\0\x08"), "is no idx file of bytes: it starts with '000008', wanted"),
+        (compressed(b""), "is no idx file of bytes: it starts with '', wanted '000008'"),
+        (compressed(b"\0\0\x0d" + GOOD[3:]), "is no idx file of bytes: it starts with '00000d03', wanted"),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(fashion, content, match):
@@ -403,7 +408,7 @@ def test_files_that_do_not_belong_together_are_refused(fashion):
     with pytest.raises(ValueError, match=match):
         load_data(f"fashion-mnist:{fashion}")
     (fashion / LABELS).write_bytes(kept)
-    (fashion / TEST_IMAGES).write_bytes(gzip.compress(idx(np.zeros((2, 2, 2)))))
+    (fashion / TEST_IMAGES).write_bytes(compressed(idx(np.zeros((2, 2, 2)))))
     match = r"training images of shape \(2, 3\) do not go with test images of shape \(2, 2\)"
     with pytest.raises(ValueError, match=match):
         load_data(f"fashion-mnist:{fashion}")

@@ -1,17 +1,31 @@
+"""tally against plain loops, the reference and numpy: counts are exact."""
+
 from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-from fpemu import Tally, as_format, quantize, reference, tally
+from fpemu import Format, Tally, as_format, quantize, reference, tally
+from fpemu.formats import OVERFLOWS, ROUNDINGS
 from fpemu.kernels import launch
 
 FORMATS = ["fp16", "bf16", "e5m2", "e4m3fn", "e4m3", "e3m2", "e2m1", "e4m3fnuz", "dlfloat16", "tf32"]
 DTYPES = ["float32", "float64", "float16"]
+UNSIGNED = Format("unsigned", 4, 4, specials="fn", signed=False)
+UNSIGNED_FINITE = Format("unsigned, all finite", 4, 4, specials="finite", signed=False)
+CUSTOM = [
+    Format("binary16 without subnormals", 5, 11, subnormal=False),
+    Format("all finite", 4, 4, specials="finite"),
+    Format("powers of two", 5, 1, specials="fn"),
+    Format("biased down", 4, 3, bias=100),
+    as_format("binary8p4se"),
+    as_format("binary8p3sf"),
+]
 
 
 def mixed(dtype="float32", seed=0, count=3000):
@@ -69,6 +83,42 @@ def test_losses_are_those_of_the_reference(fmt, overflow, dtype):
     assert (got.underflow, got.subnormal, got.overflow) == (under, subnormal, over)
 
 
+@pytest.mark.parametrize("rounding", [mode for mode in ROUNDINGS if mode != "stochastic"])
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+@pytest.mark.parametrize("fmt", [*CUSTOM, "fp16", "e4m3fnuz", "dlfloat16"], ids=str)
+def test_zeros_and_subnormals_are_those_of_each_rounding(fmt, rounding, overflow):
+    x, f = mixed(count=200, seed=3), as_format(fmt)
+    rounded = [abs(reference.round_value(v, f, rounding, overflow=overflow)) for v in x.tolist()]
+    got = tally(x, fmt, rounding, overflow=overflow)
+    assert got.underflow == sum(v != 0 and r == 0 for v, r in zip(x.tolist(), rounded, strict=True))
+    assert got.subnormal == sum(0 < r < f.smallest_normal for r in rounded)
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, *CUSTOM, "e3m4", "e2m3", "e5m2fnuz"], ids=str)
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+def test_overflow_starts_where_a_format_with_a_wider_exponent_passes_the_largest_value(fmt, overflow):
+    f = as_format(fmt)
+    specials = "p3109f" if f.ties_to_even_code else "ieee" if f.precision > 1 else "fn"
+    wider = Format("wider", 10, f.precision, 500, specials)  # same values, and more above the largest
+    tie = f.max + math.ldexp(1.0, f.emax - f.precision)
+    for v in (f.max, math.nextafter(tie, 0), tie, math.nextafter(tie, math.inf), 2 * f.max):
+        past = reference.round_value(v, wider) > f.max
+        assert tally(np.array([v, -v]), fmt, overflow=overflow).overflow == 2 * past
+
+
+def test_a_negative_value_of_an_unsigned_format_is_no_overflow():
+    # "Finite values that round to nearest, the exponent unbounded, past the format's largest": -1 does not.
+    assert tally(np.float32([-1.0]), UNSIGNED).overflow == 0
+
+
+def test_zero_in_a_format_without_zero_is_no_overflow():
+    assert tally(np.float32([0.0, -0.0]), "e8m0").overflow == 0
+
+
+def test_a_subnormal_of_float32_is_a_normal_value_of_binary64():
+    assert tally(np.float32([1e-40]), "fp64").subnormal == 0
+
+
 def threshold(f):
     """The least magnitude that rounds, with no bound on the exponent, past the largest value."""
     half = f.max + math.ldexp(1.0, f.emax - f.precision)
@@ -107,6 +157,31 @@ def test_what_is_lost_at_a_scale_is_what_rounding_loses(fmt):
         assert counted.lost(fmt, 2.0**exponent) == lost.sum() / (x != 0).sum()
 
 
+@pytest.mark.parametrize("fmt", [*FORMATS, *CUSTOM], ids=str)
+@pytest.mark.parametrize("exponent", [-1074, -1000, -149, -60, -1, 0, 1, 15, 90, 125, 900, 1023])
+def test_what_is_lost_is_what_the_reference_loses_at_any_scale(fmt, exponent):
+    f, scale = as_format(fmt), 2.0**exponent
+    tie = math.frexp(f.smallest_subnormal)[1] - 2 - exponent
+    near = [2.0**e for e in range(tie - 2, tie + 3) if -149 <= e <= 127]
+    x = np.float32([*near, *(v * 1.5 for v in near if v < 2.0**127), -1.0, 2.0**-149, 2.0**127, 1.3])
+    x = np.concatenate([x, np.nextafter(x, np.float32(0))])
+    x = x[x != 0]
+    lost = sum(reference.round_value(Fraction(float(v)) * Fraction(scale), f) == 0 for v in x)
+    assert tally(x).lost(fmt, scale) == lost / x.size
+
+
+@pytest.mark.parametrize("fmt, x", [(UNSIGNED_FINITE, [-1.0, 1.0]), (UNSIGNED, [-(2.0**-40), 1.0])], ids=str)
+def test_what_an_unsigned_format_loses_is_exact_or_refused(fmt, x):
+    # A negative value becomes zero without NaN, and NaN with it, whatever its size.
+    x = np.float32(x)
+    counted = tally(x)
+    try:
+        got = counted.lost(fmt)
+    except ValueError:
+        return
+    assert got == ((quantize(x, fmt) == 0) & (x != 0)).sum() / (x != 0).sum()
+
+
 def test_the_tie_at_half_the_smallest_value_is_lost():
     x = np.float32([2.0**-25, -(2.0**-25), 2.0**-25 * 1.0000001])
     assert tally(x).lost("fp16") == 2 / 3
@@ -120,6 +195,35 @@ def test_sqnr_is_that_of_float64():
     assert abs(tally(x, "e4m3fn").sqnr() - 10 * np.log10((exact**2).sum() / (error**2).sum())) < 1e-9
     assert tally(x).sqnr() == math.inf
     assert tally(np.zeros(3, np.float32), "fp16").sqnr() == math.inf
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "e2m1", "bf16"])
+def test_sums_are_exact_where_float64_is(fmt):
+    # Sixteenths: squares are multiples of 2**-8, and no sum of 4000 of them passes 2**53 of those.
+    x = (np.random.default_rng(0).integers(-96, 97, 4000) / 16).astype(np.float32)
+    exact = x.astype(np.float64)
+    squares, errors = (exact**2).sum(), ((exact - quantize(x, fmt)) ** 2).sum()
+    got = tally(x, fmt)
+    assert got.sums.tolist() == [abs(exact).max(), squares, errors]
+    assert got.sqnr() == (10 * math.log10(squares / errors) if errors else math.inf)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("fmt", [None, "e4m3fn"])
+def test_threads_of_torch_change_neither_counts_nor_sums(dtype, fmt):
+    x = np.random.default_rng(1).standard_normal(2**19 + 12345).astype(dtype)
+    x[::1001] = np.nan
+    before, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 1, 2):
+            torch.set_num_threads(count)
+            results.append(tally(x, fmt))
+    finally:
+        torch.set_num_threads(before)
+    assert all(r.counts.tolist() == results[0].counts.tolist() for r in results)
+    assert all(r.sums.tolist() == results[0].sums.tolist() for r in results)
+    halves = tally(x[: 2**18], fmt) + tally(x[2**18 :], fmt)
+    assert halves == results[0] and halves.amax == results[0].amax
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -152,6 +256,40 @@ def test_nothing_raises_on_odd_arrays(x):
     t = tally(x, "e4m3fn")
     assert t.count == x.size and t.amax == 0.0 and t.histogram.sum() == 0
     assert t.count == t.zero + t.nan + t.positive_infinity + t.negative_infinity
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, 3.0, 0.1, math.inf, math.nan])
+def test_a_scale_that_is_no_power_of_two_is_refused(scale):
+    with pytest.raises(
+        ValueError, match=f"scale must be a power of two for exact counts by binade, got {scale}"
+    ):
+        tally(np.float32([1.0])).lost("fp16", scale)
+
+
+@pytest.mark.parametrize(
+    "x, message",
+    [
+        (np.ma.zeros(2, "f4"), "got MaskedArray of float32"),
+        (np.zeros(2, "c8"), "got ndarray of complex64"),
+        (torch.eye(2).to_sparse(), "x must be a dense tensor, got layout torch.sparse_coo"),
+        (torch.zeros(2, dtype=torch.int64), "got torch.int64; cast first"),
+    ],
+    ids=["masked", "complex", "sparse", "int"],
+)
+@pytest.mark.parametrize("fmt", [None, "fp16"])
+def test_arrays_of_another_kind_are_refused(x, message, fmt):
+    with pytest.raises(TypeError, match=message):
+        tally(x, fmt)
+
+
+def test_a_read_only_array_and_a_tensor_with_gradient_are_counted_and_left_alone():
+    x = mixed(seed=5)
+    before = x.tobytes()
+    x.setflags(write=False)
+    whole = tally(x, "fp16")
+    tensor = torch.from_numpy(x.copy()).requires_grad_()
+    assert tally(tensor, "fp16") == whole
+    assert tensor._version == 0 and tensor.detach().numpy().tobytes() == x.tobytes() == before
 
 
 def test_negative_zero_is_no_underflow():
@@ -192,3 +330,12 @@ def test_tensors_count_as_arrays_do_and_nothing_is_written():
 def test_bad_input_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(tally(np.ones(2, np.float32), "fp16"))
+
+
+@pytest.mark.parametrize("x", [1e-200, 1.1e200])
+def test_sqnr_is_nan_where_float64_does_not_hold_the_squares(x):
+    assert math.isnan(tally(np.array([x]), "e11m30").sqnr())
+
+
+def test_where_all_is_lost_sqnr_is_0_db():
+    assert tally(np.float32([1e-40, -1e-42]), "fp16").sqnr() == 0.0

@@ -390,7 +390,7 @@ def _what_rounding_did(x, q, words, counts, sums):
         finite = a < INF
         under += np.int64((a > ZERO) & (r == ZERO))
         subnormal += np.int64((r > ZERO) & (r < emin))
-        over += np.int64(finite & ((r > largest) | (a >= threshold)))
+        over += np.int64(finite & (((r > largest) & (a > largest)) | (a >= threshold)))
         value, rounded = np.float64(float_of(a)), np.float64(float_of(r))
         square += value * value if finite else 0.0
         error += (value - rounded) * (value - rounded) if finite & (r < INF) else 0.0
@@ -432,7 +432,7 @@ def _what_rounding_did64(x, q, words, counts, sums):
         finite = a < INF64
         under += np.int64((a > ZERO64) & (r == ZERO64))
         subnormal += np.int64((r > ZERO64) & (r < emin))
-        over += np.int64(finite & ((r > largest) | (a >= threshold)))
+        over += np.int64(finite & (((r > largest) & (a > largest)) | (a >= threshold)))
         value, rounded = double_of(a), double_of(r)
         square += value * value if finite else 0.0
         error += (value - rounded) * (value - rounded) if finite & (r < INF64) else 0.0

@@ -205,10 +205,11 @@ def tally_words(fmt: Format | None, carrier: Format = BINARY32) -> npt.NDArray[A
     infinity = _bits(math.inf, carrier)
     words = [0, infinity, infinity]
     if fmt is not None:
+        smallest_normal = _bits(fmt.smallest_normal, carrier)  # 0 where the carrier's numbers are all normal
         fmt = carried(fmt, carrier)
         # Half a quantum past the largest value is a tie: it goes up if that value's last bit is 1.
         threshold = fmt.max + math.ldexp(1.0, fmt.emax - fmt.precision)
         bits = _bits(threshold, carrier) if threshold <= carrier.max else infinity
         odd = fmt.max_code % 2 == 1 or (fmt.precision == 1 and not fmt.ties_to_even_code)
-        words = [_bits(fmt.smallest_normal, carrier), _bits(fmt.max, carrier), bits + (not odd)]
+        words = [smallest_normal, _bits(fmt.max, carrier), bits + (not odd)]
     return np.array(words, f"u{carrier.bits // 8}")

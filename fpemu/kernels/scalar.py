@@ -236,7 +236,7 @@ def arithmetic(U, precision):
         field = field if normal else ONE
         # Below emin the quantum stays put, so each binade down drops one more.
         below = U(U(rule.emin - field) + rule.extra)
-        drop = U(drop + (below if field < rule.emin else ZERO))
+        drop = U(drop + (below if U(a >> FIELD) < rule.emin else ZERO))
         return significand, field, drop
 
     @njit(inline="always")
