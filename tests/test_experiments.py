@@ -31,12 +31,12 @@ TINY = Settings(lr=0.1, batch=128, epochs=2)
 NARROW = {"format": "e4m3fn", "overflow": "saturate"}
 
 
-@pytest.fixture(scope="module", autouse=True)
 def compressed(content):
     """Without the time: names of tests must not depend on it."""
     return gzip.compress(content, mtime=0)
 
 
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
