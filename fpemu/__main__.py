@@ -126,14 +126,30 @@ def ablate(
 
 
 @app.command()
+def doctor() -> None:
+    """Say what is installed, whether kernels compile, and whether a GPU agrees with the CPU."""
+    from .doctor import lines
+
+    for name, text in lines():
+        typer.echo(f"{name:<9} {text}")
+
+
+@app.command()
 def bench(
     size_log2: Annotated[int, typer.Option(min=10, max=30, help="elements, as a power of two")] = 24,
     repeats: Annotated[int, typer.Option(min=1, help="rounds; medians are compared")] = 9,
+    device: Annotated[str, typer.Option(help="cpu, on one thread, or cuda")] = "cpu",
 ) -> None:
-    """Measure rounding on one thread beside the copies it cannot beat."""
-    from .bench import run
+    """Measure rounding beside the copies it cannot beat."""
+    from .bench import run, run_cuda
 
-    run(size_log2, repeats)
+    with _bad_input():
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"unknown device {device!r}; choose from cpu, cuda")
+        if device == "cpu":
+            run(size_log2, repeats)
+        else:
+            run_cuda(size_log2, repeats)
 
 
 @app.command()

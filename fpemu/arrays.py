@@ -23,7 +23,8 @@ def carrier_of(x: Any, name: str = "x") -> Format:
     """The format that the elements of an array are stored in.
 
     Raises:
-        TypeError: it is no plain, dense numpy array or torch CPU tensor of a dtype in CARRIERS.
+        TypeError: it is no plain, dense numpy array or torch tensor of a dtype in CARRIERS, CPU or CUDA.
+        RuntimeError: a CUDA tensor, and numba-cuda is missing.
     """
     if isinstance(x, np.ndarray):
         return _numpy_carrier(x, name)
@@ -61,9 +62,14 @@ def _torch_carrier(x: Any, name: str) -> Format:
             f"{name} must be of {', '.join(CARRIERS)}, got {x.dtype}; cast first ({name}.float()), and mind "
             "that a cast down rounds once before fpemu does"
         )
-    if x.device.type != "cpu":
+    if x.is_cuda:
+        from .kernels import device
+
+        device.check()
+    elif x.device.type != "cpu":
         raise TypeError(
-            f"{name} must be on the CPU, got a tensor on {x.device}; move it first ({name}.cpu())"
+            f"{name} must be on the CPU or a CUDA device, got a tensor on {x.device}; move it first "
+            f"({name}.cpu())"
         )
     return carrier
 

@@ -46,7 +46,7 @@ def _round_tally(x: Tensor, spec: str, key: Tensor | None, counts: Tensor, sums:
         wide, quantizer, fmt = _scaled(x, quantizer)
         steps = quantizer.plan(fmt, carrier_of(wide))
     rounded = round_tensor(wide, steps, _key(key))
-    stats.add(counts.data_ptr(), sums.data_ptr(), wide, rounded, fmt)
+    stats.add(counts, sums, wide, rounded, fmt)
     return rounded if wide is x else rounded.to(x.dtype)
 
 
@@ -77,8 +77,9 @@ def _round_tally_autograd(*inputs: Any) -> Tensor:
     return _Straight.apply(*inputs)
 
 
-LIBRARY.impl("round", _round, "CPU")
-LIBRARY.impl("round_tally", _round_tally, "CPU")
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("round", _round, _device)
+    LIBRARY.impl("round_tally", _round_tally, _device)
 LIBRARY.impl("round_tally", _round_tally_autograd, "Autograd")
 torch.library.register_autograd("fpemu::round", lambda ctx, gradient: (gradient, None, None), lib=LIBRARY)
 

@@ -75,6 +75,57 @@ def measure(size_log2: int, repeats: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def run_cuda(size_log2: int = 28, repeats: int = 9) -> None:
+    """Print how fast rounding runs on the current CUDA device, as a share of torch's copy, and a call's cost.
+
+    Args:
+        size_log2: Elements of the arrays, as a power of two.
+        repeats: Rounds; each runs every case once, and the medians are compared.
+
+    Raises:
+        ValueError: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("bench --device cuda needs a CUDA device, and torch sees none")
+    n = 2**size_log2
+    x = torch.randn(n, device="cuda")
+    out = torch.empty_like(x)
+    cases: dict[str, Callable[[], object]] = {"torch copy_": partial(out.copy_, x)}
+    for rounding in ROUNDINGS:
+        drawn = Key(0) if rounding == "stochastic" else None
+        for fmt in FORMATS:
+            cases[f"{fmt} {rounding} out="] = partial(quantize, x, fmt, rounding, key=drawn, out=out)
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for case in cases.values():
+        case()
+    for _ in range(repeats):
+        for name, case in cases.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            case()
+            stop.record()
+            stop.synchronize()
+            times[name].append(start.elapsed_time(stop) / 1e3)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    result = Table(title=f"{n} float32 on {torch.cuda.get_device_name()}, medians", box=None)
+    for heading in ("case", "ms", "GB/s", "of copy"):
+        result.add_column(heading, justify="left" if heading == "case" else "right")
+    for name, seconds in medians.items():
+        share = f"{medians['torch copy_'] / seconds:.2f}"
+        result.add_row(name, f"{seconds * 1e3:.3f}", f"{8 * n / seconds / 1e9:.0f}", share)
+    console = Console()
+    console.print(result)
+    small, into = x[:1024], out[:1024]
+    calls = []
+    for _ in range(2000):
+        begin = perf_counter()
+        quantize(small, "fp16", out=into)
+        calls.append(perf_counter() - begin)
+    torch.cuda.synchronize()
+    cost = statistics.median(calls) * 1e6
+    console.print(f"quantize of 1024 elements, until the call returns: {cost:.1f} µs", soft_wrap=True)
+
+
 def call_overhead(elements: int = 1024, calls: int = 2000) -> float:
     """Median seconds of the forward of one ``cast`` of a torch tensor that requires grad."""
     x = torch.randn(elements, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -74,8 +74,13 @@ def encode(
 
     wide = torch.float64 if steps.words.itemsize == 8 else torch.float32
     work = rounded.to(wide).contiguous()
-    tensor = torch.empty(work.shape, dtype=getattr(torch, like.dtype.name))
-    launch.encode_array(work.data_ptr(), tensor.data_ptr(), tensor.numel(), steps, like)
+    tensor = torch.empty(work.shape, dtype=getattr(torch, like.dtype.name), device=work.device)
+    if work.is_cuda:
+        from .kernels import device
+
+        device.encode_tensor(work, tensor, steps)
+    else:
+        launch.encode_array(work.data_ptr(), tensor.data_ptr(), tensor.numel(), steps, like)
     return tensor
 
 
@@ -125,7 +130,9 @@ def decode(codes: Any, fmt: str | Format, dtype: str = "float32") -> Any:
     if is_tensor(codes):
         import torch
 
-        return torch.from_numpy(np.array(decode(codes.numpy(), fmt, dtype)))
+        if codes.is_cuda and fmt.bits <= 16:
+            return torch.from_numpy(_table(fmt, dtype)).to(codes.device)[codes.long()]
+        return torch.from_numpy(np.array(decode(codes.cpu().numpy(), fmt, dtype))).to(codes.device)
     if not isinstance(codes, np.ndarray) or codes.dtype.kind != "u":
         raise TypeError(
             f"decode needs an array of unsigned integers, got {getattr(codes, 'dtype', type(codes))}"

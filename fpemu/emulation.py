@@ -39,8 +39,10 @@ class Site:
         self.sum_key = key_tensor(key.fold_in("sum")) if stochastic else None
         self.counts, self.sums = new_tally()
 
-    def inputs(self) -> Inputs:
-        """What the operator takes."""
+    def inputs(self, device: torch.device) -> Inputs:
+        """What the operator takes for a tensor on that device; counting goes on there, without waiting."""
+        if self.counts.device != device:
+            self.counts, self.sums = self.counts.to(device), self.sums.to(device)
         return self.quantizer.spec, self.key, self.counts, self.sums
 
     def next_step(self) -> None:
@@ -53,7 +55,8 @@ class Site:
     def tally(self) -> Tally:
         """A copy of the counts so far."""
         # A scaled tensor's format moves with its scale, so only the counts are of the format's name.
-        return Tally(self.counts.numpy().copy(), self.sums.numpy().copy(), self.quantizer.format)
+        counts, sums = (part.cpu().numpy().copy() for part in (self.counts, self.sums))
+        return Tally(counts, sums, self.quantizer.format)
 
 
 _STEP = key_tensor(Key(0, step=1))
@@ -70,16 +73,20 @@ class ModuleHooks:
         self._kept: list[dict[str, nn.Parameter | None]] = []
         self._watched: dict[str, tuple[Tensor, Any]] = {}
 
-    def _inputs(self, role: str) -> Inputs:
-        return self.sites[role].inputs() if role in self.sites else NOTHING
+    def _rounds(self, roles: tuple[str, str]) -> bool:
+        return roles[0] in self.sites or roles[1] in self.sites
+
+    def _cast(self, x: Tensor, roles: tuple[str, str]) -> Tensor:
+        inputs = (self.sites[role].inputs(x.device) if role in self.sites else NOTHING for role in roles)
+        forward, backward = inputs
+        return round_with_gradient(x, *forward, *backward)
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Put rounded parameters in the places of the module's own, for the time of its forward."""
         self.called = True
-        forward, backward = self._inputs("weight"), self._inputs("weight_gradient")
-        if self.outputs == OF_WEIGHT or (forward is NOTHING and backward is NOTHING):
+        if self.outputs == OF_WEIGHT or not self._rounds(OF_WEIGHT):
             return
-        if backward is not NOTHING:
+        if "weight_gradient" in self.sites:
             self.watch(module)
             if getattr(module, "sparse", False):
                 self.skipped["weight gradient"] = "it is sparse"
@@ -87,7 +94,7 @@ class ModuleHooks:
         self._kept.append(kept)
         for name, parameter in kept.items():
             if parameter is not None and (reason := unsuitable(parameter)) is None:
-                rounded: Any = round_with_gradient(parameter, *forward, *backward)
+                rounded: Any = self._cast(parameter, OF_WEIGHT)
                 module._parameters[name] = rounded
             elif parameter is not None and reason:
                 self.skipped[name] = reason
@@ -98,12 +105,10 @@ class ModuleHooks:
         if self._kept:
             module._parameters.update(self._kept.pop())
             refresh(module)
-        if self.outputs is None or output is None:
+        roles = self.outputs
+        if roles is None or output is None or not self._rounds(roles):
             return output
-        forward, backward = (self._inputs(role) for role in self.outputs)
-        if forward is NOTHING and backward is NOTHING:
-            return output
-        return map_tensors(lambda x: self._round(x, forward, backward), output, self._unopened)
+        return map_tensors(lambda x: self._round(x, roles), output, self._unopened)
 
     def _unopened(self, leaf: Any) -> None:
         if not isinstance(leaf, PLAIN):
@@ -132,10 +137,10 @@ class ModuleHooks:
             handle.remove()
         self._watched.clear()
 
-    def _round(self, x: Tensor, forward: Inputs, backward: Inputs) -> Tensor:
+    def _round(self, x: Tensor, roles: tuple[str, str]) -> Tensor:
         reason = unsuitable(x)
         if reason is None:
-            return round_with_gradient(x, *forward, *backward)
+            return self._cast(x, roles)
         if reason:
             self.skipped["output"] = reason
         return x

@@ -80,8 +80,8 @@ class LowPrecision(Optimizer):
         self.master, self.kahan = master, kahan
         self.key = Key(0) if key is None else key
         self.optimizer = optimizer
-        self.updates = 0
-        self.lost = 0
+        self._updates: dict[torch.device, Tensor] = {}  # on each device: a count that is not waited for
+        self._lost: dict[torch.device, Tensor] = {}
         self._step = 0
         self._keys: dict[tuple[int, str], Key] = {}
         self._hidden: dict[Tensor, Tensor] = {}  # the master copy or the compensation of each parameter
@@ -116,6 +116,16 @@ class LowPrecision(Optimizer):
     def _kept_name(self) -> str:
         """What is kept for each weight."""
         return "master" if self.master else "compensation" if self.kahan else "nothing"
+
+    @property
+    def updates(self) -> int:
+        """Weight updates so far that were not zero."""
+        return sum(int(count) for count in self._updates.values())
+
+    @property
+    def lost(self) -> int:
+        """Those of `updates` that left their weight as it was."""
+        return sum(int(count) for count in self._lost.values())
 
     @property
     def lost_share(self) -> float:
@@ -171,8 +181,8 @@ class LowPrecision(Optimizer):
         if self.kahan:
             self._hidden[parameter].copy_(self._nearest(self._nearest(target - before) - update))
         moved = update != 0
-        self.updates += int(moved.sum())
-        self.lost += int((moved & (target == before)).sum())
+        for counts, counted in ((self._updates, moved), (self._lost, moved & (target == before))):
+            counts[target.device] = counted.sum() + counts.get(target.device, 0)
 
     def _nearest(self, x: Tensor) -> Tensor:
         assert self.weight is not None
@@ -231,7 +241,10 @@ class LowPrecision(Optimizer):
             )
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
-        self._step, self.updates, self.lost = state_dict["step"], state_dict["updates"], state_dict["lost"]
+        self._step = state_dict["step"]
+        host = torch.device("cpu")
+        self._updates = {host: torch.tensor(state_dict["updates"])}
+        self._lost = {host: torch.tensor(state_dict["lost"])}
         for index, value in hidden.items():
             self._hidden[parameters[index]].copy_(value)
 

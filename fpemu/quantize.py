@@ -34,8 +34,8 @@ def quantize(
     """``x`` with every element rounded to a value of ``fmt``, once, still stored as ``x`` is.
 
     Args:
-        x: numpy array or scalar or torch CPU tensor of float32, float64, float16 or bfloat16, any shape and
-            strides.
+        x: numpy array or scalar or torch tensor, on the CPU or a CUDA device, of float32, float64, float16 or
+            bfloat16, any shape and strides.
         fmt: Target format, or its name; one whose values ``x``'s dtype holds, or that holds all of the
         dtype's.
         rounding: ``"nearest_even"`` (IEEE 754 roundTiesToEven), ``"nearest_away"``, ``"toward_zero"``,
@@ -225,10 +225,22 @@ def round_tensor(x: Any, steps: Plan, key: Key | None, out: Any = None) -> Any:
     if out is not None and not same and _overlap(x, out):
         dense = False  # another view of the same memory
     if dense and x.itemsize == steps.words.itemsize:
-        launch.round_array(x.data_ptr(), result.data_ptr(), x.numel(), steps, key)
+        _round_dense(x, result, steps, key)
         return result
     wide = torch.float64 if steps.words.itemsize == 8 else torch.float32
     work = x.to(wide, memory_format=torch.contiguous_format, copy=True)
-    launch.round_array(work.data_ptr(), work.data_ptr(), work.numel(), steps, key)
+    _round_dense(work, work, steps, key)
     result.detach().copy_(work)
     return result
+
+
+def _round_dense(x: Any, out: Any, steps: Plan, key: Key | None) -> None:
+    """Round a tensor of the carrier's dtype without gaps, element by element in the order of its memory."""
+    if x.is_cuda:
+        from .kernels import device
+
+        # Whatever the strides, both lie in memory in one order and without gaps.
+        flat, result = (t.as_strided((t.numel(),), (1,)) for t in (x, out.detach()))
+        device.round_tensor(flat, result, steps, key)
+    else:
+        launch.round_array(x.data_ptr(), out.data_ptr(), x.numel(), steps, key)

@@ -196,20 +196,34 @@ def tally(
     fmt = None if fmt is None else as_format(fmt)
     carrier_of(x)
     rounded = x if fmt is None else quantize(x, fmt, rounding, overflow=overflow)
-    result = Tally(fmt=fmt)
-    add(result.counts.ctypes.data, result.sums.ctypes.data, x, rounded, fmt)
-    return result
+    if not is_tensor(x) or not x.is_cuda:
+        result = Tally(fmt=fmt)
+        add(result.counts, result.sums, x, rounded, fmt)
+        return result
+    import torch
+
+    counts = torch.zeros(COUNTS, dtype=torch.int64, device=x.device)
+    sums = torch.zeros(SUMS, dtype=torch.float64, device=x.device)
+    add(counts, sums, x, rounded, fmt)
+    return Tally(counts.cpu().numpy(), sums.cpu().numpy(), fmt)
 
 
-def add(counts: int, sums: int, x: Any, rounded: Any, fmt: Format | None) -> None:
-    """Add what ``x``, rounded to ``rounded``, comes to, to the counts and sums at two addresses."""
+def add(counts: Any, sums: Any, x: Any, rounded: Any, fmt: Format | None) -> None:
+    """Add what ``x``, rounded to ``rounded``, comes to, to counts and sums that lie where ``x`` does."""
     carrier = BINARY64 if carrier_of(x) == BINARY64 else BINARY32
     if is_tensor(x):
         import torch
 
         wide = torch.float64 if carrier == BINARY64 else torch.float32
         x, rounded = (array.detach().to(wide).contiguous() for array in (x, rounded))
-        launch.tally_array(x.data_ptr(), rounded.data_ptr(), x.numel(), fmt, carrier, counts, sums)
+        if x.is_cuda:
+            from .kernels import device
+
+            device.tally_tensor(x, rounded, fmt, carrier, counts, sums)
+            return
+        source, target, n = x.data_ptr(), rounded.data_ptr(), x.numel()
     else:
         x, rounded = (np.ascontiguousarray(array, f"f{carrier.bits // 8}") for array in (x, rounded))
-        launch.tally_array(x.ctypes.data, rounded.ctypes.data, x.size, fmt, carrier, counts, sums)
+        source, target, n = x.ctypes.data, rounded.ctypes.data, x.size
+    to = [a.data_ptr() if is_tensor(a) else a.ctypes.data for a in (counts, sums)]
+    launch.tally_array(source, target, n, fmt, carrier, *to)

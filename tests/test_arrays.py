@@ -84,7 +84,7 @@ def test_other_numpy_dtypes_are_refused(dtype):
         (torch.zeros(2, dtype=torch.complex64), "got torch.complex64; cast first"),
         (torch.zeros(2).to(torch.float8_e5m2), "got torch.float8_e5m2; cast first"),
         (torch.eye(2).to_sparse(), "must be a dense tensor, got layout torch.sparse_coo"),
-        (torch.zeros(2, device="meta"), "must be on the CPU, got a tensor on meta"),
+        (torch.zeros(2, device="meta"), "must be on the CPU or a CUDA device, got a tensor on meta"),
         (np.ma.zeros(2, "f4"), "got MaskedArray of float32"),
         ([1.0], "x must be a numpy array or a torch tensor, got list"),
         (1.0, "x must be a numpy array or a torch tensor, got float"),

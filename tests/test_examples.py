@@ -17,7 +17,7 @@ from fpemu.__main__ import app
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SLOW_COMMANDS = ("pip ", "fpemu ablate", "fpemu bench")
+SLOW_COMMANDS = ("pip ", "pytest ", "fpemu ablate", "fpemu bench")
 
 
 def blocks(page: pathlib.Path) -> list[tuple[str, str]]:

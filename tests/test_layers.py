@@ -18,7 +18,7 @@ LAYERS = [
     ["formats", "random", "kernels.layout"],  # L0
     ["reference", "kernels.scalar"],  # L1
     ["kernels.rules", "kernels.cpu", "kernels.cuda"],
-    ["kernels.launch"],
+    ["kernels.launch", "kernels.device"],
     ["kernels"],
     ["arrays"],  # L2
     ["quantize"],
@@ -35,7 +35,7 @@ LAYERS = [
     ["experiments.train"],
     ["experiments.ablate"],
     ["experiments"],
-    ["bench"],
+    ["bench", "doctor"],
     ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -16,18 +16,18 @@ from numba.extending import intrinsic
 from .layout import AMAX, COUNTS, ERRORS, FIELDS, HISTOGRAM, LOWEST, POWERS, SQUARES, SUMS
 from .scalar import (
     ABS,
-    FRACTION,
+    ABS64,
     HALF,
-    IMPLICIT,
     INF,
+    INF64,
     LOW,
-    ONE,
-    SIGN,
-    ZERO,
+    NAN_PLACE,
+    PLACES,
+    PLACES64,
+    ZERO_PLACE,
     U,
     W,
     bits64_of,
-    bits_of,
     deterministic,
     deterministic64,
     deterministic_usual,
@@ -35,9 +35,13 @@ from .scalar import (
     encode_bits,
     encode_bits64,
     float_of,
+    lost,
+    lost64,
     nearest_even_magic,
     nearest_even_wide,
     philox,
+    place,
+    place64,
     rule_of,
     stochastic,
     stochastic64,
@@ -46,11 +50,8 @@ from .scalar import (
 
 H = np.uint16
 LOW32, HALF_WORD = U(0xFFFFFFFF), U(1 << 16)
-ZERO64, ABS64, INF64, FRACTION64 = W(0), W((1 << 63) - 1), W(0x7FF << 52), W((1 << 52) - 1)
-TWO_64 = 2.0**64
 OPTIONS = dict(nogil=True, error_model="numpy", cache=True)
 BLOCK = 1024  # elements that 128 Philox calls serve, or 256 where a word's lower half matters
-TWO_32 = np.float32(2.0**32)
 ZEROS, NEGATIVE, INFINITIES, NANS = (
     FIELDS.index(name) for name in ("zero", "negative", "positive_infinity", "nan")
 )
@@ -381,125 +382,104 @@ LOOPS = {
 
 
 @loop
+def spread(places, counts, bias, lift):
+    """Add counts by place (see scalar's ``place``) of a carrier of this bias to the counts of a tally."""
+    top = 2 * bias + 1
+    counts[0] += places.sum()
+    counts[ZEROS] += places[ZERO_PLACE]
+    counts[NANS] += places[NAN_PLACE]
+    counts[INFINITIES] += places[2 * top]
+    counts[INFINITIES + 1] += places[2 * top + 1]
+    for field in range(1, places.size // 2):
+        both = places[2 * field] + places[2 * field + 1]
+        if both > 0 and field != top:
+            exponent = field - bias if field < top else field - top - 1 - bias - lift
+            counts[HISTOGRAM + exponent - LOWEST] += both
+            counts[POWERS + exponent - LOWEST] += places[2 * field + 1]
+
+
+@loop
 def _what_rounding_did(x, q, words, counts, sums):
     """The counts that need the rounded value too; a loop of its own, since this one vectorises."""
     emin, largest, threshold = words[0], words[1], words[2]
     under, subnormal, over, error, square = 0, 0, 0, 0.0, 0.0
     for i in range(x.size):
-        a, r = U(x[i] & ABS), U(q[i] & ABS)
-        finite = a < INF
-        under += np.int64((a > ZERO) & (r == ZERO))
-        subnormal += np.int64((r > ZERO) & (r < emin))
-        over += np.int64(finite & (((r > largest) & (a > largest)) | (a >= threshold)))
-        value, rounded = np.float64(float_of(a)), np.float64(float_of(r))
-        square += value * value if finite else 0.0
-        error += (value - rounded) * (value - rounded) if finite & (r < INF) else 0.0
+        lost_all, small, large, value, off = lost(x[i], q[i], emin, largest, threshold)
+        under += np.int64(lost_all)
+        subnormal += np.int64(small)
+        over += np.int64(large)
+        square += value * value
+        error += off * off
     counts[UNDER] += under
     counts[SUBNORMAL] += subnormal
     counts[OVER] += over
     sums[SQUARES] += square
     sums[ERRORS] += error
-
-
-@loop
-def _what_it_is(x, bins, counts):
-    """Binades by a table of (exponent field, is a power of two); returns the largest finite one's bits."""
-    largest = ZERO
-    for i in range(x.size):
-        u = x[i]
-        a = U(u & ABS)
-        if U(a - ONE) < U(INF - ONE):  # neither zero nor infinite nor NaN
-            largest = a if a > largest else largest
-            counts[NEGATIVE] += np.int64(u >> U(31))
-            if a < IMPLICIT:  # a float32 subnormal: as a normal value, 2**32 up
-                a = U(bits_of(float_of(a) * TWO_32) | U(SIGN))
-            bins[a >> U(23), np.int64(U(a & FRACTION) == ZERO)] += 1
-        elif a == ZERO:
-            counts[ZEROS] += 1
-        elif a == INF:
-            counts[INFINITIES + np.int64(u >> U(31))] += 1
-        else:
-            counts[NANS] += 1
-    return largest
-
-
-@loop
-def _what_rounding_did64(x, q, words, counts, sums):
-    emin, largest, threshold = words[0], words[1], words[2]
-    under, subnormal, over, error, square = 0, 0, 0, 0.0, 0.0
-    for i in range(x.size):
-        a, r = W(x[i] & ABS64), W(q[i] & ABS64)
-        finite = a < INF64
-        under += np.int64((a > ZERO64) & (r == ZERO64))
-        subnormal += np.int64((r > ZERO64) & (r < emin))
-        over += np.int64(finite & (((r > largest) & (a > largest)) | (a >= threshold)))
-        value, rounded = double_of(a), double_of(r)
-        square += value * value if finite else 0.0
-        error += (value - rounded) * (value - rounded) if finite & (r < INF64) else 0.0
-    counts[UNDER] += under
-    counts[SUBNORMAL] += subnormal
-    counts[OVER] += over
-    sums[SQUARES] += square
-    sums[ERRORS] += error
-
-
-@loop
-def _what_it_is64(x, counts):
-    """Binades straight into the counts; returns the largest finite magnitude's bits."""
-    largest = ZERO64
-    for i in range(x.size):
-        u = x[i]
-        a = W(u & ABS64)
-        if a == ZERO64:
-            counts[ZEROS] += 1
-        elif a < INF64:
-            largest = a if a > largest else largest
-            counts[NEGATIVE] += np.int64(u >> W(63))
-            exponent = np.int64(a >> W(52)) - 1023
-            if a < W(1 << 52):  # a float64 subnormal: as a normal value, 2**64 up
-                a = bits64_of(double_of(a) * TWO_64)
-                exponent = np.int64(a >> W(52)) - 1023 - 64
-            counts[HISTOGRAM + exponent - LOWEST] += 1
-            counts[POWERS + exponent - LOWEST] += np.int64(W(a & FRACTION64) == ZERO64)
-        elif a == INF64:
-            counts[INFINITIES + np.int64(u >> W(63))] += 1
-        else:
-            counts[NANS] += 1
-    return largest
-
-
-@loop
-def tally64_loop(x, q, n, words, counts_at, sums_at):
-    counts = carray(pointer(counts_at, np.int64(0)), (COUNTS,))
-    sums = carray(pointer(sums_at, np.float64(0)), (SUMS,))
-    source, rounded = words64_at(x, n), words64_at(q, n)
-    counts[0] += n
-    largest = _what_it_is64(source, counts)
-    _what_rounding_did64(source, rounded, words, counts, sums)
-    sums[AMAX] = max(sums[AMAX], double_of(largest))
 
 
 @loop
 def tally_loop(x, q, n, words, counts_at, sums_at):
-    """Add what ``n`` float32 at ``x``, rounded to those at ``q``, come to."""
+    """Add what ``n`` numbers at ``x``, rounded to those at ``q``, come to."""
     counts = carray(pointer(counts_at, np.int64(0)), (COUNTS,))
     sums = carray(pointer(sums_at, np.float64(0)), (SUMS,))
     source, rounded = words_at(x, n), words_at(q, n)
-    bins = np.zeros((512, 2), np.int64)
-    counts[0] += n
-    largest = ZERO
+    places = np.zeros((PLACES,), np.int64)
+    largest, negative = U(0), 0
     for start in range(0, n, 4 * BLOCK):
         piece = source[start : min(n, start + 4 * BLOCK)]
-        top = _what_it_is(piece, bins, counts)
-        largest = top if top > largest else largest
+        for i in range(piece.size):
+            places[place(piece[i])] += 1
+        for i in range(piece.size):
+            a = U(piece[i] & ABS)
+            finite = a < INF
+            largest = a if finite and a > largest else largest
+            negative += np.int64(finite and piece[i] > U(INF) and a > U(0))
         _what_rounding_did(piece, rounded[start : min(n, start + 4 * BLOCK)], words, counts, sums)
+    counts[NEGATIVE] += negative
     sums[AMAX] = max(sums[AMAX], np.float64(float_of(largest)))
-    for field in range(512):
-        exponent = field - 127 if field < 256 else field - 256 - 127 - 32
-        both = bins[field, 0] + bins[field, 1]
-        if both > 0:
-            counts[HISTOGRAM + exponent - LOWEST] += both
-            counts[POWERS + exponent - LOWEST] += bins[field, 1]
+    spread(places, counts, 127, 32)
+
+
+@loop
+def _what_rounding_did64(x, q, words, counts, sums):
+    """The counts that need the rounded value too; a loop of its own, since this one vectorises."""
+    emin, largest, threshold = words[0], words[1], words[2]
+    under, subnormal, over, error, square = 0, 0, 0, 0.0, 0.0
+    for i in range(x.size):
+        lost_all, small, large, value, off = lost64(x[i], q[i], emin, largest, threshold)
+        under += np.int64(lost_all)
+        subnormal += np.int64(small)
+        over += np.int64(large)
+        square += value * value
+        error += off * off
+    counts[UNDER] += under
+    counts[SUBNORMAL] += subnormal
+    counts[OVER] += over
+    sums[SQUARES] += square
+    sums[ERRORS] += error
+
+
+@loop
+def tally64_loop(x, q, n, words, counts_at, sums_at):
+    """Add what ``n`` numbers at ``x``, rounded to those at ``q``, come to."""
+    counts = carray(pointer(counts_at, np.int64(0)), (COUNTS,))
+    sums = carray(pointer(sums_at, np.float64(0)), (SUMS,))
+    source, rounded = words64_at(x, n), words64_at(q, n)
+    places = np.zeros((PLACES64,), np.int64)
+    largest, negative = W(0), 0
+    for start in range(0, n, 4 * BLOCK):
+        piece = source[start : min(n, start + 4 * BLOCK)]
+        for i in range(piece.size):
+            places[place64(piece[i])] += 1
+        for i in range(piece.size):
+            a = W(piece[i] & ABS64)
+            finite = a < INF64
+            largest = a if finite and a > largest else largest
+            negative += np.int64(finite and piece[i] > W(INF64) and a > W(0))
+        _what_rounding_did64(piece, rounded[start : min(n, start + 4 * BLOCK)], words, counts, sums)
+    counts[NEGATIVE] += negative
+    sums[AMAX] = max(sums[AMAX], np.float64(double_of(largest)))
+    spread(places, counts, 1023, 64)
 
 
 @loop

@@ -19,6 +19,7 @@ W = np.uint64
 ABS, SIGN, INF, QUIET = U(0x7FFFFFFF), U(0x80000000), U(0x7F800000), U(0x00400000)
 FRACTION, IMPLICIT = U(0x007FFFFF), U(0x00800000)
 ZERO, ONE = U(0), U(1)
+ABS64, INF64, FRACTION64 = W((1 << 63) - 1), W(0x7FF << 52), W((1 << 52) - 1)
 
 # What a format, a rounding and an overflow policy come to for the kernels: numbers of the carrier's width,
 # made in rules.py. The carrier is what the values are stored in: float32 or float64.
@@ -334,6 +335,75 @@ def arithmetic(U, precision):
 
 deterministic, stochastic, encode_bits = arithmetic(np.uint32, 24)
 deterministic64, stochastic64, encode_bits64 = arithmetic(np.uint64, 53)
+
+
+# Where a number is counted: twice its exponent field, and one more for an exact power of two. Subnormals
+# count as what they are 2**32 up, from field 256 on; in float64 2**64 up, from 2048 on. No number has 0.
+PLACES, PLACES64 = 1024, 2 * (2048 + 65)
+ZERO_PLACE, NAN_PLACE = 0, 1
+INFINITY_PLACE, INFINITY_PLACE64 = 2 * 255, 2 * 2047  # and -infinity the one after
+
+
+@njit(inline="always")
+def place(u):
+    """Where a float32 is counted."""
+    a = U(u & ABS)
+    small = a < IMPLICIT
+    lifted = U(bits_of(float_of(a if small else ZERO) * np.float32(4294967296.0)) | SIGN)
+    a = lifted if small and a > ZERO else a
+    power = U(1) if U(a & FRACTION) == ZERO else ZERO
+    where = U(U(U(a >> U(23)) << ONE) | power)
+    where = U(INFINITY_PLACE + 1) if a == INF and u >= SIGN else where
+    where = U(INFINITY_PLACE) if a == INF and u < SIGN else where
+    where = U(NAN_PLACE) if U(u & ABS) > INF else where
+    return U(ZERO_PLACE) if U(u & ABS) == ZERO else where
+
+
+@njit(inline="always")
+def place64(u):
+    """Where a float64 is counted."""
+    a = W(u & ABS64)
+    small = a < W(1 << 52)
+    lifted = W(bits64_of(double_of(a if small else W(0)) * 18446744073709551616.0) + W(2048 << 52))
+    a = lifted if small and a > W(0) else a
+    power = W(1) if W(a & FRACTION64) == W(0) else W(0)
+    where = W(W(W(a >> W(52)) << W(1)) | power)
+    where = W(INFINITY_PLACE64 + 1) if a == INF64 and u > INF64 else where
+    where = W(INFINITY_PLACE64) if a == INF64 and u == INF64 else where
+    where = W(NAN_PLACE) if W(u & ABS64) > INF64 else where
+    return W(ZERO_PLACE) if W(u & ABS64) == W(0) else where
+
+
+@njit(inline="always")
+def lost(u, q, emin, largest, threshold):
+    """What rounding ``u`` to ``q`` did: underflow, subnormal, overflow; the magnitude and its error."""
+    a, r = U(u & ABS), U(q & ABS)
+    finite = a < INF
+    value, rounded = np.float64(float_of(a if finite else ZERO)), np.float64(float_of(r if r < INF else ZERO))
+    error = value - rounded if finite and r < INF else 0.0
+    return (
+        a > ZERO and r == ZERO,
+        r > ZERO and r < emin,
+        finite and ((r > largest and a > largest) or a >= threshold),
+        value,
+        error,
+    )
+
+
+@njit(inline="always")
+def lost64(u, q, emin, largest, threshold):
+    """`lost` for float64."""
+    a, r = W(u & ABS64), W(q & ABS64)
+    finite = a < INF64
+    value, rounded = double_of(a if finite else W(0)), double_of(r if r < INF64 else W(0))
+    error = value - rounded if finite and r < INF64 else 0.0
+    return (
+        a > W(0) and r == W(0),
+        r > W(0) and r < emin,
+        finite and ((r > largest and a > largest) or a >= threshold),
+        value,
+        error,
+    )
 
 
 # Philox4x32-10 in uint64 lanes that hold 32-bit words in their lower half: twice as fast on a CPU as 32-bit
