@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fpemu.columns import aligned
 from fpemu.formats import as_format
 from fpemu.testing import Report, check
 
@@ -171,10 +172,7 @@ def main() -> None:
     nothing = [("peer", "rounding", "nothing wrong in")]
     nothing += [(*which, " ".join(formats)) for which, formats in right.items()]
     for table in (nothing, wrong, doubles):
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        print()
-        for line in table:
-            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print("", *aligned(table), sep="\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from . import reference
+from .columns import aligned
 from .formats import ALIASES, NAMED, OVERFLOWS, ROUNDINGS, Format, as_format
 from .random import Key
 
@@ -202,9 +203,8 @@ def formats() -> None:
     for f in NAMED:
         limits = (f"{f.max:.6g}", _power(f.smallest_normal), _power(f.smallest_subnormal), _power(f.eps))
         rows.append((f.name, str(f.bits), *limits, " ".join(ALIASES[f.name])))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned(rows):
+        typer.echo(line)
 
 
 @app.command()

@@ -127,13 +127,13 @@ def sum(
     Args:
         x: numpy array or torch CPU tensor of floats; its elements are rounded to ``fmt`` first.
         fmt: Format of up to 25 significand bits, or its name: each addition is exact in float64 before it is
-        rounded.
+            rounded.
         axis: Dimension to sum over; None: all elements, row by row.
         order: ``"sequential"``: from the first element on; ``"pairwise"``: neighbours, then neighbours of
             those sums; ``"chunk"``: sequential sums of ``chunk`` elements each, then their sequential sum.
         chunk: Elements of a chunk.
         compensated: Kahan's summation, each of its operations rounded; not with ``"pairwise"`` or
-        ``"stochastic"``.
+            ``"stochastic"``.
         rounding: As for ``quantize``.
         key: Random words of ``"stochastic"``: addition ``i`` of row ``r`` of ``n`` draws word ``r * n + i``,
             where sums of chunks and of pairs draw from keys of their own.
@@ -144,7 +144,7 @@ def sum(
     Raises:
         TypeError: ``x`` is no such array.
         ValueError: an unknown order, a chunk without its order or below 1, a format too wide, as
-        ``quantize``.
+            ``quantize``.
 
     Example:
         >>> import numpy as np

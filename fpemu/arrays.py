@@ -19,6 +19,11 @@ def is_tensor(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def as_array(x: Any) -> Any:
+    """``x``, or for a numpy scalar the 0-d array of it."""
+    return np.asarray(x) if isinstance(x, np.generic) else x
+
+
 def carrier_of(x: Any, name: str = "x") -> Format:
     """The format that the elements of an array are stored in.
 
@@ -74,7 +79,7 @@ def _torch_carrier(x: Any, name: str) -> Format:
     return carrier
 
 
-_TORCH: dict[Any, Format] = {}
+_TORCH: dict[Any, Format] = {}  # no functools.cache: torch.compile warns of those, and traces through
 
 
 def _torch_dtypes() -> dict[Any, Format]:

@@ -35,7 +35,8 @@ def _round(x: Tensor, spec: str, key: Tensor | None) -> Tensor:
     steps = _steps(spec, carrier_of(x).name)
     if steps is not None:
         return round_tensor(x, steps, _key(key))
-    wide, quantizer, fmt = _scaled(x, quantizer_of(spec))
+    quantizer = quantizer_of(spec)
+    wide, fmt = _scaled(x, quantizer.format)
     return round_tensor(wide, quantizer.plan(fmt, carrier_of(wide)), _key(key)).to(x.dtype)
 
 
@@ -43,7 +44,7 @@ def _round_tally(x: Tensor, spec: str, key: Tensor | None, counts: Tensor, sums:
     quantizer, steps = quantizer_of(spec), _steps(spec, carrier_of(x).name)
     wide, fmt = x, quantizer.format
     if steps is None:
-        wide, quantizer, fmt = _scaled(x, quantizer)
+        wide, fmt = _scaled(x, fmt)
         steps = quantizer.plan(fmt, carrier_of(wide))
     rounded = round_tensor(wide, steps, _key(key))
     stats.add(counts, sums, wide, rounded, fmt)
@@ -118,21 +119,20 @@ def _batched(operator: Any, in_dims: Any, x: Tensor, spec: str, key: Any, *count
     return operator(x, spec, key, *counters)
 
 
-def _scaled(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer, Format]:
-    """The tensor, wide enough for the format that it is rounded to; the Quantizer; that format.
+def _scaled(x: Tensor, fmt: Format) -> tuple[Tensor, Format]:
+    """The tensor, wide enough for the format that it is rounded to; that format.
 
     Scaling by a power of two is another bias, and so exact. Where the moved range leaves that of the dtype
     float64 holds it; what an element is rounded to always fits the dtype again.
     """
-    fmt = quantizer.format
     amax = x.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item() if x.numel() else 0.0
     if amax > 0:
         fmt = _shifted(fmt, math.frexp(amax)[1], amax)
     try:
         carried(fmt, carrier_of(x))
     except ValueError:
-        return x.double(), quantizer, fmt
-    return x, quantizer, fmt
+        return x.double(), fmt
+    return x, fmt
 
 
 @lru_cache(maxsize=4096)

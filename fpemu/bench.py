@@ -63,16 +63,34 @@ def measure(size_log2: int, repeats: int) -> dict[str, float]:
     Returns:
         Seconds by case: the copies, the loop in place, and ``"format rounding out="`` or ``"... in place"``.
     """
-    cases = _cases(2**size_log2)
+    return _medians(_cases(2**size_log2), repeats, _seconds)
+
+
+def _medians(
+    cases: dict[str, Callable[[], object]], repeats: int, seconds: Callable[[Callable[[], object]], float]
+) -> dict[str, float]:
     for case in cases.values():  # compile, or load from the disk
         case()
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, case in cases.items():
-            start = perf_counter()
-            case()
-            times[name].append(perf_counter() - start)
+            times[name].append(seconds(case))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _seconds(case: Callable[[], object]) -> float:
+    start = perf_counter()
+    case()
+    return perf_counter() - start
+
+
+def _cuda_seconds(case: Callable[[], object]) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    case()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3
 
 
 def run_cuda(size_log2: int = 28, repeats: int = 9) -> None:
@@ -95,18 +113,7 @@ def run_cuda(size_log2: int = 28, repeats: int = 9) -> None:
         drawn = Key(0) if rounding == "stochastic" else None
         for fmt in FORMATS:
             cases[f"{fmt} {rounding} out="] = partial(quantize, x, fmt, rounding, key=drawn, out=out)
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for case in cases.values():
-        case()
-    for _ in range(repeats):
-        for name, case in cases.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            case()
-            stop.record()
-            stop.synchronize()
-            times[name].append(start.elapsed_time(stop) / 1e3)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    medians = _medians(cases, repeats, _cuda_seconds)
     result = Table(title=f"{n} float32 on {torch.cuda.get_device_name()}, medians", box=None)
     for heading in ("case", "ms", "GB/s", "of copy"):
         result.add_column(heading, justify="left" if heading == "case" else "right")
@@ -116,25 +123,20 @@ def run_cuda(size_log2: int = 28, repeats: int = 9) -> None:
     console = Console()
     console.print(result)
     small, into = x[:1024], out[:1024]
-    calls = []
-    for _ in range(2000):
-        begin = perf_counter()
-        quantize(small, "fp16", out=into)
-        calls.append(perf_counter() - begin)
+    cost = _call_cost(partial(quantize, small, "fp16", out=into)) * 1e6
     torch.cuda.synchronize()
-    cost = statistics.median(calls) * 1e6
     console.print(f"quantize of 1024 elements, until the call returns: {cost:.1f} µs", soft_wrap=True)
 
 
 def call_overhead(elements: int = 1024, calls: int = 2000) -> float:
     """Median seconds of the forward of one ``cast`` of a torch tensor that requires grad."""
     x = torch.randn(elements, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    times = []
-    for _ in range(calls):
-        start = perf_counter()
-        cast(x, forward="fp16", backward="fp16")
-        times.append(perf_counter() - start)
-    return statistics.median(times)
+    return _call_cost(partial(cast, x, forward="fp16", backward="fp16"), calls)
+
+
+def _call_cost(call: Callable[[], object], calls: int = 2000) -> float:
+    """Median seconds until a call returns."""
+    return statistics.median(_seconds(call) for _ in range(calls))
 
 
 def _cases(n: int) -> dict[str, Callable[[], object]]:

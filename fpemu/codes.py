@@ -170,7 +170,7 @@ def pack(codes: Any, bits: int, *, first: str = "low") -> Any:
 
     Args:
         codes: uint8 numpy array or torch CPU tensor of at least one dimension; each row is filled up with
-        zero bits.
+            zero bits.
         bits: Width of a code, 1 to 8.
         first: Where in a byte element 0 lies: ``"low"`` (as in torch.float4_e2m1fn_x2), or ``"high"``.
 

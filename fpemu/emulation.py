@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
 from .autograd import key_tensor, new_tally, round_with_gradient
+from .columns import aligned
 from .policy import Policy, Quantizer
 from .random import Key
 from .stats import Tally
@@ -295,14 +296,7 @@ class Report:
             if t.count:
                 shares = (f"{t.share(what):.2%}" for what in ("underflow", "subnormal", "overflow"))
                 rows.append((name or "(model)", role, str(t.fmt), str(t.count), *shares, f"{t.amax:.3g}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 3 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        lines = aligned(rows, right=range(3, len(head)))
         if len(rows) == 1:
             lines = ["nothing was rounded yet: run the model forward, and backward for gradients"]
         return "\n".join(lines + [f"left alone: {what}: {why}" for what, why in self.skipped.items()])
@@ -319,7 +313,7 @@ def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None) -> Emul
     like the original.
 
     Args:
-        model: Any module with float32 parameters and activations on the CPU.
+        model: Any module; its float32 parameters and activations are rounded, on the CPU or CUDA devices.
         policy: What to round, and to what.
         key: Random words of stochastic rounding, by default ``Key(0)``: each module and role draws its own,
             new ones in each forward of ``model``.

@@ -26,9 +26,10 @@ class LowPrecision(Optimizer):
     ``lost`` count.
 
     Args:
-        optimizer: Any torch optimizer over float32 CPU parameters. It must not be stepped by itself.
+        optimizer: Any torch optimizer over float32 parameters, on the CPU or CUDA devices. It must not be
+            stepped by itself.
         weight: Format of the weights, its name, or a Quantizer with a rounding of its own; None leaves them
-        float32.
+            float32.
         state: Format of floating-point optimizer state (momentum, exp_avg ...); None leaves it float32.
         rounding: ``"nearest_even"`` or ``"stochastic"``, of the weights and the state.
         master: Keep a float32 copy that updates accumulate in; the weights are that copy, rounded.
@@ -39,7 +40,7 @@ class LowPrecision(Optimizer):
     The parameters are rounded at once, to nearest even.
 
     Raises:
-        TypeError: ``optimizer`` is no torch optimizer, or a parameter is not float32 on the CPU.
+        TypeError: ``optimizer`` is no torch optimizer, or a parameter is not float32.
         ValueError: an unknown format or rounding; ``kahan`` with ``master`` or without ``weight``; ``master``
             without ``weight``; neither ``weight`` nor ``state``.
 
@@ -148,10 +149,10 @@ class LowPrecision(Optimizer):
                 "a closure computes gradients at the rounded weights; master=True cannot give it those"
             )
         before = {
-            parameter: parameter.detach().clone() for parameter in parameters if parameter.grad is not None
+            parameter: parameter.detach().clone()
+            for parameter in parameters
+            if closure is not None or parameter.grad is not None
         }
-        if closure is not None:
-            before = {parameter: parameter.detach().clone() for parameter in parameters}
         if self.master:
             for parameter in before:
                 parameter.copy_(self._hidden[parameter])

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import carrier_of, is_tensor
+from .arrays import as_array, carrier_of, is_tensor
 from .formats import BINARY32, BINARY64, OVERFLOWS, ROUNDINGS, Format, as_format
 from .kernels import launch
 from .kernels.rules import Plan, carried, plan
@@ -37,7 +37,7 @@ def quantize(
         x: numpy array or scalar or torch tensor, on the CPU or a CUDA device, of float32, float64, float16 or
             bfloat16, any shape and strides.
         fmt: Target format, or its name; one whose values ``x``'s dtype holds, or that holds all of the
-        dtype's.
+            dtype's.
         rounding: ``"nearest_even"`` (IEEE 754 roundTiesToEven), ``"nearest_away"``, ``"toward_zero"``,
             ``"toward_positive"``, ``"toward_negative"``, ``"to_odd"``, or ``"stochastic"``: up with
             probability equal to the fraction dropped, to 32 bits.
@@ -74,24 +74,13 @@ def quantize(
         >>> quantize(x, "e8m0", "toward_zero", out=x) is x, x.tolist()
         (True, [1.0, 1.0, 1.0, 1.0])
     """
-    if isinstance(x, np.generic) and out is None:
-        scalar: Any = np.asarray(x)
-        return quantize(
-            scalar,
-            fmt,
-            rounding,
-            overflow=overflow,
-            key=key,
-            random_bits=random_bits,
-            variant=variant,
-            flush_subnormals=flush_subnormals,
-        )[()]
-    carrier = carrier_of(x)
-    steps = planned(fmt, rounding, overflow, carrier, random_bits, variant, flush_subnormals)
+    array = as_array(x)
+    steps = planned(fmt, rounding, overflow, carrier_of(array), random_bits, variant, flush_subnormals)
     check_key(rounding, key)
-    if is_tensor(x):
-        return _quantize_torch(x, steps, key, out)
-    return _quantize_numpy(x, steps, key, out)  # type: ignore[return-value, arg-type]
+    if is_tensor(array):
+        return _quantize_torch(array, steps, key, out)
+    result: Any = _quantize_numpy(array, steps, key, out)  # type: ignore[arg-type]
+    return result if array is x or out is not None else result[()]
 
 
 @lru_cache(maxsize=1024)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import is_tensor
+from .columns import aligned
 from .formats import NAMED, Format, Specials, as_format
 from .kernels.rules import carried
 from .quantize import planned, quantize
@@ -108,15 +109,7 @@ class Report:
         table = [("region", "sign", "tried", "wrong", "worst: input", "got", "wanted")]
         for row in self.rows:
             table.append((row.region, row.sign, str(row.tried), str(row.wrong), *_written(row)))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        right = (False, False, True, True, False, False, False)
-        lines = [
-            "  ".join(
-                cell.rjust(width) if numeric else cell.ljust(width)
-                for cell, width, numeric in zip(line, widths, right, strict=True)
-            ).rstrip()
-            for line in table
-        ]
+        lines = aligned(table, right=(2, 3))
         asked = f"{self.fmt.name}, {self.rounding}, {self.overflow}"
         return "\n".join([*lines, f"{asked}: {self.wrong} of {self.tried} wrong"])
 

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from dtypes import ML_DTYPES
 from same import same
 
 from fpemu import as_format, decode, encode, pack, quantize, reference, unpack
@@ -13,20 +13,6 @@ UP_TO_16 = [f for f in NAMED if f.bits <= 16]
 P3109 = [
     as_format(f"binary{name}") for name in ("8p4se", "8p3uf", "8p1ue", "5p2sf", "6p6uf", "10p4se", "9p1sf")
 ]
-ML_DTYPES = {
-    "bfloat16": ml_dtypes.bfloat16,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3fn": ml_dtypes.float8_e4m3fn,
-    "e4m3": ml_dtypes.float8_e4m3,
-    "e3m4": ml_dtypes.float8_e3m4,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
-    "e3m2": ml_dtypes.float6_e3m2fn,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn,
-    "e8m0fnu": ml_dtypes.float8_e8m0fnu,
-}
 
 
 def all_codes(fmt):

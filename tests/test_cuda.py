@@ -83,6 +83,7 @@ def test_tallies_compile_without_local_memory(kernel, width, architecture):
 
 def test_without_numba_cuda_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(device, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "numba_cuda", raising=False)
     with pytest.raises(RuntimeError, match=r"pip install 'fpemu\[cuda13\]'"):
         device.check()
 

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from dtypes import DTYPES
 from gfloat.formats import format_info_p3109
 from same import same
 
@@ -32,23 +33,6 @@ from fpemu.formats import (
     as_format,
 )
 
-DTYPES = {
-    "binary16": np.float16,
-    "binary32": np.float32,
-    "binary64": np.float64,
-    "bfloat16": ml_dtypes.bfloat16,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3fn": ml_dtypes.float8_e4m3fn,
-    "e4m3": ml_dtypes.float8_e4m3,
-    "e3m4": ml_dtypes.float8_e3m4,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
-    "e3m2": ml_dtypes.float6_e3m2fn,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn,
-    "e8m0fnu": ml_dtypes.float8_e8m0fnu,
-}
 # All that have no dtype: their limits are written out below.
 WITHOUT_DTYPE = {"tf32", "dlfloat16"}
 SHORT = [name for name in DTYPES if as_format(name).bits <= 16]

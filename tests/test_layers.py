@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(fpemu.__file__).parent
 
 # Lowest first. A layer of several rows stands in the order in which its modules use each other.
 LAYERS = [
-    ["formats", "random", "kernels.layout"],  # L0
+    ["columns", "formats", "random", "kernels.layout"],  # L0
     ["reference", "kernels.scalar"],  # L1
     ["kernels.rules", "kernels.cpu", "kernels.cuda"],
     ["kernels.launch", "kernels.device"],

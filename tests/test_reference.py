@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import gfloat
 import gfloat.formats
-import ml_dtypes
 import numpy as np
 import pytest
+from dtypes import SHORT as DTYPES
 from gfloat import Domain, FormatInfo, RoundMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,21 +18,6 @@ from same import differ, same
 from fpemu.formats import DLFLOAT16, E4M3, E4M3FN, E8M0FNU, NAMED, OVERFLOWS, ROUNDINGS, Format, as_format
 from fpemu.reference import decode, encode, floor_log2, round_value
 
-DTYPES = {
-    "binary16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3fn": ml_dtypes.float8_e4m3fn,
-    "e4m3": ml_dtypes.float8_e4m3,
-    "e3m4": ml_dtypes.float8_e3m4,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
-    "e3m2": ml_dtypes.float6_e3m2fn,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn,
-    "e8m0fnu": ml_dtypes.float8_e8m0fnu,
-}
 MODES = {
     "nearest_even": RoundMode.TiesToEven,
     "nearest_away": RoundMode.TiesToAway,

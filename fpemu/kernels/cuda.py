@@ -14,7 +14,18 @@ from typing import NamedTuple
 from numba import config, cuda, float64, int32, njit
 
 from . import scalar
-from .layout import FIELDS, HISTOGRAM, LOWEST, POWERS
+from .layout import (
+    HISTOGRAM,
+    INFINITIES,
+    LOWEST,
+    NANS,
+    NEGATIVE,
+    OVER,
+    POWERS,
+    SUBNORMAL,
+    UNDER,
+    ZEROS,
+)
 from .scalar import HALF, LOW, U, W, philox
 
 # The simulator runs kernels as Python, and its arrays are none of numba's.
@@ -23,10 +34,6 @@ rule_of = scalar.rule_of.py_func if config.ENABLE_CUDASIM else scalar.rule_of
 BLOCK = 1024
 THREADS = 128
 OWN = (0, 1, 2, 3, 512, 513, 514, 515)  # of a thread's elements, from its first one
-ZEROS, NEGATIVE, INFINITIES, NANS, UNDER, SUBNORMAL, OVER = (
-    FIELDS.index(name)
-    for name in ("zero", "negative", "positive_infinity", "nan", "underflow", "subnormal", "overflow")
-)
 UNDECIDED = U(1 << 16)
 TALLY_BLOCKS = 1024  # at most: a fixed number, so that sums do not depend on the device
 

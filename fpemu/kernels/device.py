@@ -5,6 +5,7 @@ Nothing here waits for the device: kernels go to torch's current stream, and res
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from ..formats import Format
 from ..random import MASK, Key
-from .layout import AMAX, ERRORS, SQUARES
+from .layout import AMAX, COUNT, ERRORS, SQUARES
 from .rules import Plan, tally_words
 
 
@@ -24,7 +25,8 @@ def check() -> None:
     Raises:
         RuntimeError: numba-cuda is not installed.
     """
-    if find_spec("numba_cuda") is None:
+    # Once a kernel was loaded the search, too slow for each call, is over.
+    if "numba_cuda" not in sys.modules and find_spec("numba_cuda") is None:
         raise RuntimeError(
             "CUDA tensors need numba-cuda: pip install 'fpemu[cuda13]', or 'fpemu[cuda12]' for CUDA 12; or "
             "move the tensor to the CPU"
@@ -105,7 +107,7 @@ def encode_tensor(x: Any, codes: Any, plan: Plan) -> None:
 
 def tally_tensor(x: Any, q: Any, fmt: Format | None, carrier: Format, counts: Any, sums: Any) -> None:
     """Add what a contiguous CUDA tensor, rounded to another, comes to, to counts and sums on its device."""
-    counts[0] += x.numel()
+    counts[COUNT] += x.numel()
     if x.numel() == 0:
         return
     from . import cuda

@@ -11,6 +11,7 @@ FIELDS = (
     "subnormal",
     "overflow",
 )
+COUNT, ZEROS, NEGATIVE, INFINITIES, _, NANS, UNDER, SUBNORMAL, OVER = range(len(FIELDS))
 LOWEST = -1074  # floor(log2|x|) of bin 0; the binades of float64, so that every dtype fits
 BINS = 2098
 HISTOGRAM = len(FIELDS)

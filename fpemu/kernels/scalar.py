@@ -150,37 +150,6 @@ def nearest_even_wide(u, rule):
 
 
 @njit(inline="always")
-def deterministic_usual(u, rule):
-    """`deterministic` for signed formats with subnormals and -0.0: the same bits in half the instructions."""
-    a = U(u & ABS)
-    field = U(a >> U(23))
-    significand = U(U(a & FRACTION) | (IMPLICIT if field > ZERO else ZERO))
-    field = field if field > ONE else ONE
-    small = a < rule.emin_bits
-    drop = U(rule.drop + U(rule.emin - field)) if small else rule.drop
-    drop = drop if drop < U(26) else U(26)
-    base = significand if small else a
-    quanta = U(U(base + addend(u, base, drop, rule)) >> drop)
-    # Subnormals in units of their quantum; scaling by a power of two is exact.
-    r = bits_of(np.float32(np.int32(quanta)) * float_of(rule.quantum)) if small else U(quanta << drop)
-    over = rule.over_positive if u < SIGN else rule.over_negative
-    r = over if r > rule.max else r
-    r = rule.infinite if a == INF else r
-    r = U(a | QUIET) if a > INF else r
-    return U(r | U(u & SIGN))
-
-
-@njit(inline="always")
-def addend(u, base, drop, rule):
-    """What a mode adds below the last kept bit of ``base``; see `arithmetic`."""
-    odd = U(U(base >> drop) & ONE)
-    ones = U(U(ONE << drop) - ONE)
-    mask = rule.mask_positive if u < SIGN else rule.mask_negative
-    mask = U(mask & (rule.mask_odd if odd > ZERO else ABS))
-    return U(U(U(ones & mask) + U(U(odd & rule.tie_odd) | rule.tie)) >> U(rule.shift & U(31)))
-
-
-@njit(inline="always")
 def stochastic_usual(u, word, rule):
     """`stochastic`, all 32 bits, for the formats of `deterministic_usual`: the same bits in half the
     instructions.
@@ -206,7 +175,7 @@ def stochastic_usual(u, word, rule):
 
 
 def arithmetic(U, precision):
-    """`deterministic`, `stochastic` and `encode_bits` for every format, in a carrier of that precision.
+    """`addend`, `deterministic`, `stochastic` and `encode_bits` for every format, in one carrier.
 
     Args:
         U: Unsigned type of the carrier's width.
@@ -264,13 +233,21 @@ def arithmetic(U, precision):
         return ZERO if a < rule.flush else a
 
     @njit(inline="always")
-    def deterministic(u, rule):
-        """Round one number by any mode but stochastic.
+    def addend(u, odd, drop, rule):
+        """What a mode adds below the last kept bit, of which ``odd`` is 1 if it is set.
 
-        Every mode is: add something below the last kept bit, then truncate. Directed modes add all ones or
-        nothing by the sign; to_odd all ones if the last kept bit is 0; nearest modes half of (all ones + 1
-        if a tie goes up).
+        Directed modes add all ones or nothing by the sign; to_odd all ones if the last kept bit is 0; nearest
+        modes half of (all ones + 1 if a tie goes up).
         """
+        ones = U(U(ONE << drop) - ONE)
+        mask = rule.mask_positive if u < SIGN else rule.mask_negative
+        mask = U(mask & (rule.mask_odd if odd > ZERO else ABS))
+        tie = U(U(odd & rule.tie_odd) | rule.tie)
+        return U(U(U(ones & mask) + tie) >> U(rule.shift & PLACES))
+
+    @njit(inline="always")
+    def deterministic(u, rule):
+        """Round one number by any mode but stochastic: add something below the last kept bit, truncate."""
         a = magnitude(u, rule)
         significand, field, drop = split(a, rule)
         # Past the significand's bits nothing changes any more.
@@ -278,12 +255,7 @@ def arithmetic(U, precision):
         odd = U(U(significand >> drop) & ONE)
         # P3109 asks whether the code is odd: with one significand bit, its exponent.
         odd = U(odd & U(U(U(a >> FIELD) & rule.tie_field) ^ rule.tie_parity))
-        ones = U(U(ONE << drop) - ONE)
-        mask = rule.mask_positive if u < SIGN else rule.mask_negative
-        mask = U(mask & (rule.mask_odd if odd > ZERO else ABS))
-        tie = U(U(odd & rule.tie_odd) | rule.tie)
-        addend = U(U(U(ones & mask) + tie) >> U(rule.shift & PLACES))
-        quanta = U(U(significand + addend) >> drop)
+        quanta = U(U(significand + addend(u, odd, drop, rule)) >> drop)
         return finish(u, a, quanta, field, drop, rule)
 
     @njit(inline="always")
@@ -330,11 +302,33 @@ def arithmetic(U, precision):
         code = rule.code_nan if a > INF else code
         return U(code | (rule.code_sign if u >= SIGN else ZERO))
 
-    return deterministic, stochastic, encode_bits
+    return addend, deterministic, stochastic, encode_bits
 
 
-deterministic, stochastic, encode_bits = arithmetic(np.uint32, 24)
-deterministic64, stochastic64, encode_bits64 = arithmetic(np.uint64, 53)
+addend, deterministic, stochastic, encode_bits = arithmetic(np.uint32, 24)
+_, deterministic64, stochastic64, encode_bits64 = arithmetic(np.uint64, 53)
+
+
+@njit(inline="always")
+def deterministic_usual(u, rule):
+    """`deterministic` for signed formats with subnormals and -0.0: the same bits in half the instructions."""
+    a = U(u & ABS)
+    field = U(a >> U(23))
+    significand = U(U(a & FRACTION) | (IMPLICIT if field > ZERO else ZERO))
+    field = field if field > ONE else ONE
+    small = a < rule.emin_bits
+    drop = U(rule.drop + U(rule.emin - field)) if small else rule.drop
+    drop = drop if drop < U(26) else U(26)
+    base = significand if small else a
+    odd = U(U(base >> drop) & ONE)
+    quanta = U(U(base + addend(u, odd, drop, rule)) >> drop)
+    # Subnormals in units of their quantum; scaling by a power of two is exact.
+    r = bits_of(np.float32(np.int32(quanta)) * float_of(rule.quantum)) if small else U(quanta << drop)
+    over = rule.over_positive if u < SIGN else rule.over_negative
+    r = over if r > rule.max else r
+    r = rule.infinite if a == INF else r
+    r = U(a | QUIET) if a > INF else r
+    return U(r | U(u & SIGN))
 
 
 # Where a number is counted: twice its exponent field, and one more for an exact power of two. Subnormals
