@@ -219,9 +219,9 @@ def _rows(x: Any, fmt: str | Format, axis: int | None) -> tuple[Format, npt.NDAr
             "sums are rounded from float64, which is exact enough for up to 25 significand bits, but "
             f"{fmt.name} has {fmt.precision}"
         )
+    rounded = quantize(x, fmt)
     if axis is not None and not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis must be from {-x.ndim} to {x.ndim - 1}, got {axis}")
-    rounded = quantize(x, fmt)
     values = rounded.double().numpy() if is_tensor(rounded) else rounded.astype(np.float64)
     values = values.reshape(-1) if axis is None else np.moveaxis(values, axis, -1)
     rows = np.ascontiguousarray(values)

@@ -20,8 +20,14 @@ def is_tensor(x: Any) -> bool:
 
 
 def as_array(x: Any) -> Any:
-    """``x``, or for a numpy scalar the 0-d array of it."""
-    return np.asarray(x) if isinstance(x, np.generic) else x
+    """``x``; a numpy scalar as a 0-d array, another library's CUDA array as a tensor on its memory."""
+    if isinstance(x, np.generic):
+        return np.asarray(x)
+    if isinstance(x, np.ndarray) or is_tensor(x) or not hasattr(x, "__cuda_array_interface__"):
+        return x
+    import torch
+
+    return torch.as_tensor(x, device="cuda")
 
 
 def carrier_of(x: Any, name: str = "x") -> Format:

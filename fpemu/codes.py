@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import carrier_of, is_tensor
+from .arrays import as_array, carrier_of, is_tensor
 from .formats import BINARY32, BINARY64, Format, as_format
 from .kernels import launch
 from .kernels.rules import carried
@@ -49,6 +49,7 @@ def encode(
     fmt = as_format(fmt)
     if fmt.bits > 32:
         raise ValueError(f"encode needs a format of up to 32 bits, but {fmt.name} has {fmt.bits}")
+    x = as_array(x)
     carrier = carrier_of(x)
     if carried(fmt, carrier) != fmt:
         # The format holds more than the dtype: its codes are those of float32, or float64, values.
@@ -104,7 +105,8 @@ def decode(codes: Any, fmt: str | Format, dtype: str = "float32") -> Any:
     """The values that codes of ``fmt`` mean, exact.
 
     Args:
-        codes: numpy array or torch CPU tensor of an unsigned integer dtype, any shape.
+        codes: numpy array or torch tensor of an unsigned integer dtype, any shape. On a CUDA device, codes of
+            a dtype wider than the format are checked, which waits for the device.
         fmt: Format of up to 32 bits, or its name.
         dtype: ``"float32"`` or ``"float64"``.
 
@@ -127,21 +129,22 @@ def decode(codes: Any, fmt: str | Format, dtype: str = "float32") -> Any:
         raise ValueError(f"decode needs a format of up to 32 bits, but {fmt.name} has {fmt.bits}")
     if dtype == "float32" and carried(fmt) != fmt:
         raise ValueError(f"float32 cannot hold the values of {fmt.name}; use dtype='float64'")
+    codes = as_array(codes)
+    dtype_of_codes = str(getattr(codes, "dtype", type(codes).__name__)).removeprefix("torch.")
+    if not (isinstance(codes, np.ndarray) or is_tensor(codes)) or not dtype_of_codes.startswith("uint"):
+        raise TypeError(f"decode needs an array of unsigned integers, got {dtype_of_codes}")
     if is_tensor(codes):
         import torch
 
-        if codes.is_cuda and fmt.bits <= 16:
-            return torch.from_numpy(_table(fmt, dtype)).to(codes.device)[codes.long()]
-        return torch.from_numpy(np.array(decode(codes.cpu().numpy(), fmt, dtype))).to(codes.device)
-    if not isinstance(codes, np.ndarray) or codes.dtype.kind != "u":
-        raise TypeError(
-            f"decode needs an array of unsigned integers, got {getattr(codes, 'dtype', type(codes))}"
-        )
-    if codes.dtype.itemsize * 8 > fmt.bits and codes.size and int(codes.max()) >> fmt.bits:
+        if not codes.is_cuda or fmt.bits > 16:
+            return torch.from_numpy(decode(codes.cpu().numpy(), fmt, dtype)).to(codes.device)
+        codes = codes.long()
+    if dtype_of_codes != f"uint{fmt.bits}" and 0 not in codes.shape and int(codes.max()) >> fmt.bits:
         raise ValueError(f"codes of {fmt.name} have {fmt.bits} bits, got {int(codes.max()):#x}")
-    if fmt.bits <= 16:
-        return _table(fmt, dtype)[codes]
-    return _decode(codes, fmt).astype(dtype)
+    if is_tensor(codes):
+        return torch.from_numpy(_table(fmt, dtype)).to(codes.device)[codes]
+    values = _table(fmt, dtype)[codes] if fmt.bits <= 16 else _decode(codes, fmt).astype(dtype)
+    return np.asarray(values)
 
 
 @lru_cache(maxsize=64)

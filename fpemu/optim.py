@@ -251,4 +251,9 @@ class LowPrecision(Optimizer):
 
 
 def _quantizer(fmt: str | Format | Quantizer | None, rounding: str) -> Quantizer | None:
-    return fmt if fmt is None or isinstance(fmt, Quantizer) else Quantizer(fmt, rounding)
+    quantizer = fmt if fmt is None or isinstance(fmt, Quantizer) else Quantizer(fmt, rounding)
+    if quantizer is not None and quantizer.scaling is not None:
+        raise ValueError(
+            f"LowPrecision keeps numbers unscaled, got {quantizer}; give the Quantizer scaling=None"
+        )
+    return quantizer

@@ -35,7 +35,7 @@ def quantize(
 
     Args:
         x: numpy array or scalar or torch tensor, on the CPU or a CUDA device, of float32, float64, float16 or
-            bfloat16, any shape and strides.
+            bfloat16, any shape and strides; or another library's array with ``__cuda_array_interface__``.
         fmt: Target format, or its name; one whose values ``x``'s dtype holds, or that holds all of the
             dtype's.
         rounding: ``"nearest_even"`` (IEEE 754 roundTiesToEven), ``"nearest_away"``, ``"toward_zero"``,
@@ -54,8 +54,8 @@ def quantize(
         out: Array of ``x``'s kind, dtype and shape to write to; may be ``x`` itself.
 
     Returns:
-        ``out``, or a new array of ``x``'s kind, dtype, shape and memory layout. A tensor comes back without
-        gradient; ``cast`` is the differentiable form.
+        ``out``, or a new array of ``x``'s kind, dtype, shape and memory layout (a tensor for another
+        library's CUDA array). A tensor comes back without gradient; ``cast`` is the differentiable form.
 
     Raises:
         TypeError: ``x`` or ``out`` is not such an array.
@@ -74,12 +74,13 @@ def quantize(
         >>> quantize(x, "e8m0", "toward_zero", out=x) is x, x.tolist()
         (True, [1.0, 1.0, 1.0, 1.0])
     """
-    array = as_array(x)
+    array, target = as_array(x), as_array(out)
     steps = planned(fmt, rounding, overflow, carrier_of(array), random_bits, variant, flush_subnormals)
     check_key(rounding, key)
     if is_tensor(array):
-        return _quantize_torch(array, steps, key, out)
-    result: Any = _quantize_numpy(array, steps, key, out)  # type: ignore[arg-type]
+        tensor = _quantize_torch(array, steps, key, target)
+        return tensor if out is None else out
+    result: Any = _quantize_numpy(array, steps, key, target)
     return result if array is x or out is not None else result[()]
 
 

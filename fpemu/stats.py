@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import carrier_of, is_tensor
+from .arrays import as_array, carrier_of, is_tensor
 from .formats import BINARY32, BINARY64, Format, as_format
 from .kernels import launch
 from .kernels.layout import AMAX, BINS, COUNTS, ERRORS, FIELDS, HISTOGRAM, LOWEST, POWERS, SQUARES, SUMS
@@ -139,9 +139,12 @@ class Tally:
             ValueError: ``scale`` is no power of two, or the format has no zero or no sign.
         """
         fmt = as_format(fmt)
-        mantissa, exponent = math.frexp(scale)
+        try:
+            mantissa, exponent = math.frexp(scale)
+        except OverflowError:  # an int beyond float64
+            mantissa = math.nan
         if mantissa != 0.5:
-            raise ValueError(f"scale must be a power of two for exact counts by binade, got {scale!r}")
+            raise ValueError(f"scale must be a power of two of float64, for exact counts, got {scale!r}")
         if not fmt.has_zero or not fmt.signed:
             lack = (
                 "zero to lose values to"
@@ -194,6 +197,7 @@ def tally(
         (0.25, 0.0)
     """
     fmt = None if fmt is None else as_format(fmt)
+    x = as_array(x)
     carrier_of(x)
     rounded = x if fmt is None else quantize(x, fmt, rounding, overflow=overflow)
     if not is_tensor(x) or not x.is_cuda:

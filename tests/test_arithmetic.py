@@ -178,3 +178,8 @@ def test_dot_rounds_products_and_sums():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(np.ones(3, np.float32))
+
+
+def test_what_is_no_array_is_refused_before_its_axis():
+    with pytest.raises(TypeError, match="x must be a numpy array or a torch tensor, got list"):
+        fpemu.sum([1.0, 2.0], "fp16", axis=0)

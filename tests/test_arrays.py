@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from same import same
 
 import fpemu
-from fpemu import Key, quantize
+from fpemu import Key, decode, encode, quantize, tally
 from fpemu.arrays import CARRIERS, carrier_of
 from fpemu.kernels import launch
 
@@ -158,3 +159,34 @@ def test_a_float64_tensor_is_rounded_once():
     x = torch.tensor([1 + 2**-11 + 2**-40], dtype=torch.float64)
     assert quantize(x, "fp16").item() == 1.0009765625
     assert fpemu.cast(x, forward="fp16").item() == 1.0009765625
+
+
+class Foreign:
+    """Another library's array on a device, as far as fpemu sees it."""
+
+    __cuda_array_interface__: ClassVar = {"version": 3}
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_other_libraries_cuda_arrays_are_taken_as_tensors_on_their_memory(monkeypatch):
+    seen = []
+
+    def as_tensor(x, device):
+        seen.append(device)
+        return x.tensor
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    x = Foreign(torch.tensor([0.1, 1.0]))
+    assert quantize(x, "e4m3fn").tolist() == [0.1015625, 1.0]
+    assert encode(x, "e4m3fn").tolist() == [0x1D, 0x38]
+    assert decode(Foreign(torch.tensor([0x38], dtype=torch.uint8)), "e4m3fn").tolist() == [1.0]
+    assert tally(x, "e4m3fn").count == 2
+    assert quantize(x, "e4m3fn", out=x) is x and x.tensor.tolist() == [0.1015625, 1.0]
+    assert set(seen) == {"cuda"}
+
+
+def test_numpy_scalars_are_taken_like_0_d_arrays():
+    assert quantize(np.float32(0.1), "e4m3fn") == np.float32(0.1015625)
+    assert tally(np.float32(0.1), "e4m3fn").count == 1

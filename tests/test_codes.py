@@ -126,3 +126,21 @@ def test_element_0_lies_in_the_low_bits_or_the_high_ones():
 def test_bad_input_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_0_d_array_of_codes_decodes_to_a_0_d_array():
+    for code in (np.array(0x38, np.uint8), np.uint8(0x38)):
+        value = decode(code, "e4m3fn")
+        assert isinstance(value, np.ndarray) and value.shape == () and value == 1.0
+    assert decode(np.array(0x3F800000, np.uint32), "fp32").shape == ()
+
+
+def test_a_numpy_scalar_encodes():
+    assert encode(np.float32(1.0), "e4m3fn") == 0x38
+    assert encode(np.float16(1.0), "e4m3fn") == 0x38
+
+
+@pytest.mark.parametrize("codes", [torch.tensor([1]), torch.tensor([1.0]), torch.tensor([True])])
+def test_tensors_of_codes_must_be_unsigned(codes):
+    with pytest.raises(TypeError, match=f"array of unsigned integers, got {str(codes.dtype)[6:]}"):
+        decode(codes, "e5m2")

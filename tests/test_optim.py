@@ -551,6 +551,8 @@ def test_a_state_of_another_kind_is_refused(saved, loaded):
         ({"state": "fp16", "master": True}, ValueError, "master=True needs weight="),
         ({"state": "fp16", "kahan": True}, ValueError, "kahan=True needs weight="),
         ({"weight": "fp16", "master": True, "kahan": True}, ValueError, "choose one"),
+        ({"weight": Quantizer("e4m3fn", scaling="tensor")}, ValueError, "give the Quantizer scaling=None"),
+        ({"state": Quantizer("e4m3fn", scaling="tensor")}, ValueError, "give the Quantizer scaling=None"),
     ],
 )
 def test_arguments_that_say_nothing_or_too_much_are_refused(options, error, match):

@@ -261,7 +261,7 @@ def test_nothing_raises_on_odd_arrays(x):
 @pytest.mark.parametrize("scale", [0.0, -2.0, 3.0, 0.1, math.inf, math.nan])
 def test_a_scale_that_is_no_power_of_two_is_refused(scale):
     with pytest.raises(
-        ValueError, match=f"scale must be a power of two for exact counts by binade, got {scale}"
+        ValueError, match=f"scale must be a power of two of float64, for exact counts, got {scale}"
     ):
         tally(np.float32([1.0])).lost("fp16", scale)
 
@@ -314,6 +314,7 @@ def test_tensors_count_as_arrays_do_and_nothing_is_written():
         (lambda t: t.share("zeros"), ValueError, "unknown count 'zeros'; choose from count, zero,"),
         (lambda t: t.lost("fp16", 3.0), ValueError, "scale must be a power of two .*, got 3.0"),
         (lambda t: t.lost("fp16", 0.0), ValueError, "scale must be a power of two"),
+        (lambda t: t.lost("fp16", 2**1024), ValueError, "scale must be a power of two of float64"),
         (lambda t: t.lost("e8m0"), ValueError, "e8m0fnu has no zero to lose values to"),
         (
             lambda t: t + tally(np.ones(2, "f4"), "bf16"),
