@@ -41,7 +41,7 @@ __version__ = "0.1.0"
 # Names that need torch load it on first use.
 _LAZY = {
     "cast": "autograd",
-    "Quantizer": "policy",
+    "Quantizer": "quantizer",
     "Policy": "policy",
     "Emulation": "emulation",
     "emulate": "emulation",

@@ -19,8 +19,8 @@ from .arrays import carrier_of
 from .formats import Format, as_format
 from .kernels.layout import COUNTS, SUMS
 from .kernels.rules import Plan, carried
-from .policy import Quantizer, as_quantizer, quantizer_of
 from .quantize import round_tensor
+from .quantizer import Quantizer, as_quantizer, quantizer_of
 from .random import Key
 
 LIBRARY = torch.library.Library("fpemu", "DEF")

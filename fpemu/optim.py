@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from .arrays import carrier_of
 from .formats import BINARY32, Format
-from .policy import Quantizer
 from .quantize import quantize
+from .quantizer import Quantizer
 from .random import Key
 
 ROUNDINGS = ("nearest_even", "stochastic")

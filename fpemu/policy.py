@@ -1,143 +1,25 @@
-"""What is rounded, to what, and how: plain data."""
+"""Which modules of a model are rounded, in which roles, and to what: plain data, to and from files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from functools import cache
-from typing import Any, ClassVar
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from .formats import BINARY32, Format, as_format
-from .kernels.rules import Plan
-from .quantize import planned, quantize
-from .random import Key
+from .files import read_mapping, write_mapping
+from .formats import Format, as_format
+from .quantizer import Quantizer, as_quantizer
 
-SCALINGS = (None, "tensor")
-ROLES = ("weight", "activation", "gradient", "weight_gradient")
-
-
-@dataclass(frozen=True)
-class Quantizer:
-    """A format and how to round to it.
-
-    Attributes:
-        format: A Format, or a name that ``as_format`` takes.
-        rounding: As for ``quantize``.
-        overflow: As for ``quantize``, like ``random_bits``, ``variant`` and ``flush_subnormals``.
-        scaling: None, or ``"tensor"``: each tensor is rounded as if scaled by the largest power of two that
-            keeps its largest finite magnitude in the format's range, and scaled back. Rounding happens once.
-
-    Raises:
-        ValueError: an unknown name.
-
-    Example:
-        >>> Quantizer("e5m2", rounding="stochastic").format.max
-        57344.0
-    """
-
-    format: Format
-    rounding: str = "nearest_even"
-    overflow: str = "ieee"
-    scaling: str | None = None
-    random_bits: int | None = None
-    variant: str = "C"
-    flush_subnormals: bool = False
-
-    def __init__(
-        self,
-        format: str | Format,
-        rounding: str = "nearest_even",
-        overflow: str = "ieee",
-        scaling: str | None = None,
-        random_bits: int | None = None,
-        variant: str = "C",
-        flush_subnormals: bool = False,
-    ) -> None:
-        if scaling not in SCALINGS:
-            raise ValueError(f"unknown scaling {scaling!r}; choose from None, 'tensor'")
-        for name, value in (
-            ("format", as_format(format)),
-            ("rounding", rounding),
-            ("overflow", overflow),
-            ("scaling", scaling),
-            ("random_bits", random_bits),
-            ("variant", variant),
-            ("flush_subnormals", flush_subnormals),
-        ):
-            object.__setattr__(self, name, value)
-        self.plan()  # refuses what is unknown, or not held by float32
-        # A plain attribute: torch.compile cannot follow a cached_property.
-        object.__setattr__(self, "spec", self._spec())
-
-    def __call__(self, x: Any, *, key: Key | None = None, out: Any = None) -> Any:
-        """``x`` rounded, as by ``quantize``.
-
-        Raises:
-            ValueError: as ``quantize``; or there is a scaling, which ``cast`` and ``emulate`` carry out.
-        """
-        if self.scaling is not None:
-            raise ValueError(
-                f"scaling={self.scaling!r} is for cast and emulate; round with scaling=None here"
-            )
-        return quantize(
-            x,
-            self.format,
-            self.rounding,
-            overflow=self.overflow,
-            key=key,
-            random_bits=self.random_bits,
-            variant=self.variant,
-            flush_subnormals=self.flush_subnormals,
-            out=out,
-        )
-
-    def plan(self, fmt: Format | None = None, carrier: Format = BINARY32) -> Plan:
-        """How the kernels carry it out, in another format if one is given."""
-        few = self.random_bits, self.variant, self.flush_subnormals
-        return planned(fmt or self.format, self.rounding, self.overflow, carrier, *few)
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether rounding draws random words, and so needs a key."""
-        return self.rounding == "stochastic"
-
-    spec: ClassVar[str]  # all of it in one string, for a torch operator's argument; of each Quantizer its own
-
-    def _spec(self) -> str:
-        f = self.format
-        shape = (f.exponent_bits, f.precision, f.bias, f.specials, int(f.subnormal), int(f.signed), f.name)
-        few = (self.random_bits or "", self.variant, int(self.flush_subnormals))
-        return "|".join(map(str, (self.rounding, self.overflow, self.scaling or "", *few, *shape)))
-
-
-@cache
-def quantizer_of(spec: str) -> Quantizer:
-    """The Quantizer whose ``spec`` this is."""
-    rounding, overflow, scaling, random_bits, variant, flush, *shape = spec.split("|", 12)
-    exponent_bits, precision, bias, specials, subnormal, signed, name = shape
-    fmt = Format(
-        name,
-        int(exponent_bits),
-        int(precision),
-        int(bias),
-        specials,  # type: ignore[arg-type]
-        subnormal == "1",
-        signed == "1",
-    )
-    few = int(random_bits) if random_bits else None, variant, flush == "1"
-    return Quantizer(fmt, rounding, overflow, scaling or None, *few)
-
-
-def as_quantizer(role: str | Format | Quantizer | None) -> Quantizer | None:
-    """A role's value as a Quantizer; None stays None, which leaves the role alone.
-
-    Raises:
-        TypeError: it is none of these.
-        ValueError: no format has that name.
-    """
-    return role if role is None or isinstance(role, Quantizer) else Quantizer(role)
+OPERANDS = ("forward_a", "forward_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_a")
+ROLES = ("weight", "activation", "gradient", "weight_gradient", *OPERANDS)
+WHOLE = ("input", "every_op")  # roles of the whole model
+ENDS = (":first", ":last")
+Pattern = str | type | Callable[[str, nn.Module], bool]
 
 
 @dataclass(frozen=True)
@@ -146,45 +28,293 @@ class Policy:
 
     Attributes:
         weight: Parameters, where a module reads them; the parameters themselves keep their values.
-        activation: Outputs of modules.
+        activation: Outputs of modules, and of the matrix products that a module computes by functions.
         gradient: Gradients arriving at those outputs.
         weight_gradient: Gradients of parameters, as computed and as accumulated in ``.grad``.
-        include: A module type or a pattern of module names (fnmatch, as in ``named_modules``), or several.
+        input: Inputs of the whole model.
+        forward_a: First factor ``a`` of each product ``a w`` of the forward pass: the input of a layer.
+        forward_w: Its second factor ``w``: the weight of a layer.
+        dgrad_g: The gradient ``g`` in the product ``g w`` that gives the gradient of ``a``.
+        dgrad_w: The other factor of that.
+        wgrad_g: The gradient ``g`` in the product ``g a`` that gives the gradient of ``w``.
+        wgrad_a: The other factor of that.
+        every_op: The result of every floating-point operation of torch, forward and backward.
+        include: A pattern, or several; see below.
         exclude: The same, of modules to leave alone.
+        rules: Pairs of a pattern and a Policy, or None: leave alone. For a module the first rule that
+            matches holds; without one, the roles above.
+        except_ops: Names of operations that ``every_op`` leaves alone, or fnmatch patterns of them:
+            ``"aten.native_layer_norm*"``.
 
-    Each role is a format name, a Format, a Quantizer, or None: leave alone.
+    Each role is a format name, a Format, a Quantizer, or None: leave alone. A pattern is a module's name, or
+    an fnmatch pattern of names, as in ``named_modules``; a module type; a function of name and module that
+    tells whether they match; or ``":first"`` or ``":last"``, the first or last module in order of definition
+    that has a parameter of two dimensions or more. It holds for all that is in a module that matches.
 
     Raises:
-        TypeError, ValueError: a role is none of these, or no role is set.
+        TypeError, ValueError: a role, pattern or rule is none of these, or no role is set.
 
     Example:
         >>> Policy(weight="fp16", gradient=Quantizer("e5m2", overflow="saturate")).weight.format.name
         'binary16'
+        >>> Policy(activation="e4m3fn", exclude=(":first", ":last"), rules={"head": None}).to_dict()
+        {'activation': 'e4m3fn', 'exclude': [':first', ':last'], 'rules': [{'pattern': 'head'}]}
     """
 
     weight: Any = None
     activation: Any = None
     gradient: Any = None
     weight_gradient: Any = None
+    input: Any = None
+    forward_a: Any = None
+    forward_w: Any = None
+    dgrad_g: Any = None
+    dgrad_w: Any = None
+    wgrad_g: Any = None
+    wgrad_a: Any = None
+    every_op: Any = None
     include: Any = "*"
     exclude: Any = ()
+    rules: Any = ()
+    except_ops: Any = ()
 
     def __post_init__(self) -> None:
-        for role in ROLES:
+        for role in (*ROLES, *WHOLE):
             object.__setattr__(self, role, as_quantizer(getattr(self, role)))
         for name in ("include", "exclude"):
-            value = getattr(self, name)
-            several = isinstance(value, Iterable) and not isinstance(value, (str, type, nn.Module))
-            patterns = tuple(value) if several else (value,)
-            if not all(isinstance(pattern, (str, type)) for pattern in patterns):
-                raise TypeError(
-                    f"{name} must be a module type or a pattern of names, or several, got {value!r}"
-                )
-            object.__setattr__(self, name, patterns)
-        if all(getattr(self, role) is None for role in ROLES):
-            raise ValueError(f"a Policy needs at least one of {', '.join(ROLES)}; all are None")
+            object.__setattr__(self, name, _patterns(getattr(self, name), name))
+        object.__setattr__(self, "rules", _rules(self.rules))
+        several = (self.except_ops,) if isinstance(self.except_ops, str) else tuple(self.except_ops)
+        object.__setattr__(self, "except_ops", several)
+        if several and self.every_op is None:
+            raise ValueError(f"except_ops= is read with every_op= only, got {several!r}")
+        if not self.rules and all(getattr(self, role) is None for role in (*ROLES, *WHOLE)):
+            raise ValueError(f"a Policy needs at least one of {', '.join((*ROLES, *WHOLE))}; all are None")
 
     def roles(self) -> dict[str, Quantizer]:
-        """The roles that are set."""
-        names = [f.name for f in fields(self) if f.name in ROLES]
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        """The roles of single modules that are set."""
+        return {name: getattr(self, name) for name in ROLES if getattr(self, name) is not None}
+
+    def roles_by_module(self, model: nn.Module) -> dict[str, dict[str, Quantizer]]:
+        """By name of module, the roles that this policy sets there; of every module of the model.
+
+        Raises:
+            ValueError: a pattern matches no module.
+        """
+        modules = modules_of(model)
+        matching = {pattern: _matching(pattern, modules) for pattern in self.patterns()}
+        chosen = {}
+        for name in modules:
+            rule = next((policy for pattern, policy in self.rules if name in matching[pattern]), self)
+            included = any(name in matching[p] for p in self.include)
+            excluded = any(name in matching[p] for p in self.exclude)
+            here = rule is not None and (rule is not self or (included and not excluded))
+            chosen[name] = rule.roles() if here else {}
+        return chosen
+
+    def patterns(self) -> list[Pattern]:
+        """All patterns, of rules too."""
+        return [*self.include, *self.exclude, *(pattern for pattern, _ in self.rules)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is set, in strings, numbers, lists and dicts, as JSON, YAML and TOML hold them.
+
+        Raises:
+            TypeError: a pattern is a function, which no file can hold.
+        """
+        written: dict[str, Any] = {}
+        for role in (*ROLES, *WHOLE):
+            if (quantizer := getattr(self, role)) is not None:
+                written[role] = _written_quantizer(quantizer)
+        if self.include != ("*",):
+            written["include"] = [_written_pattern(p) for p in self.include]
+        if self.exclude:
+            written["exclude"] = [_written_pattern(p) for p in self.exclude]
+        if self.rules:
+            written["rules"] = [
+                {"pattern": _written_pattern(pattern)}
+                | ({} if policy is None else {"policy": policy.to_dict()})
+                for pattern, policy in self.rules
+            ]
+        if self.except_ops:
+            written["except_ops"] = list(self.except_ops)
+        return written
+
+    @classmethod
+    def from_dict(cls, written: Mapping[str, Any]) -> Policy:
+        """The policy that `to_dict` wrote.
+
+        Raises:
+            TypeError, ValueError: as Policy; an unknown name.
+        """
+        known = {field.name for field in fields(cls)}
+        if unknown := set(written) - known:
+            raise ValueError(f"a policy has no {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
+        read: dict[str, Any] = dict(written)
+        for role in (*ROLES, *WHOLE):
+            if isinstance(read.get(role), Mapping):
+                read[role] = _read_quantizer(read[role])
+        for name in ("include", "exclude"):
+            if name in read:
+                several = [read[name]] if isinstance(read[name], (str, Mapping)) else read[name]
+                read[name] = [_read_pattern(pattern) for pattern in several]
+        read["rules"] = [
+            (_read_pattern(rule["pattern"]), cls.from_dict(rule["policy"]) if "policy" in rule else None)
+            for rule in read.get("rules", ())
+        ]
+        return cls(**read)
+
+    def save(self, path: str | Path) -> None:
+        """Write the policy to a file: .toml, .yaml, .yml or .json, by the name's end.
+
+        Raises:
+            TypeError: as `to_dict`.
+            ValueError: another end.
+        """
+        write_mapping(Path(path), self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Policy:
+        """The policy in a file, as `save` writes it.
+
+        Raises:
+            OSError, TypeError, ValueError: it cannot be read, or holds no policy.
+        """
+        return cls.from_dict(read_mapping(Path(path)))
+
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model in what torch.compile, DistributedDataParallel or DataParallel made of it."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """``named_modules``, whose names leave out what wraps a module; of wrapper and wrapped, the latter."""
+    names = {}
+    for name, module in model.named_modules():
+        names[".".join(part for part in name.split(".") if part not in WRAPPERS)] = module
+    return names
+
+
+def _patterns(value: Any, name: str) -> tuple[Pattern, ...]:
+    several = isinstance(value, Iterable) and not isinstance(value, (str, type, nn.Module))
+    patterns = tuple(value) if several else (value,)
+    for pattern in patterns:
+        _check_pattern(pattern, name, value)
+    return patterns
+
+
+def _check_pattern(pattern: Any, name: str, value: Any) -> None:
+    if isinstance(pattern, nn.Module) or not (isinstance(pattern, (str, type)) or callable(pattern)):
+        raise TypeError(
+            f"{name} must be a module type, a pattern of names or a function of name and module, or several, "
+            f"got {value!r}"
+        )
+    if isinstance(pattern, str) and pattern.startswith(":") and pattern not in ENDS:
+        raise ValueError(f"unknown pattern {pattern!r}; choose from {', '.join(ENDS)}, or give names")
+
+
+def _rules(rules: Any) -> tuple[tuple[Pattern, Policy | None], ...]:
+    pairs = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
+    checked = []
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], (Policy, type(None))):
+            raise TypeError(f"a rule is a pair of a pattern and a Policy, or None, got {pair!r}")
+        pattern, policy = pair
+        _check_pattern(pattern, "the pattern of a rule", pattern)
+        if policy is not None and (policy.patterns() != ["*"] or policy.input or policy.every_op):
+            raise ValueError(
+                "the Policy of a rule sets roles of single modules only, without include, exclude, rules, "
+                f"input and every_op of its own; got {policy!r}"
+            )
+        checked.append((pattern, policy))
+    return tuple(checked)
+
+
+def _matching(pattern: Pattern, modules: dict[str, nn.Module]) -> set[str]:
+    """Names of the modules that a pattern matches, and of all that is in those."""
+    if pattern in ENDS:
+        layers = [name for name, module in modules.items() if _has_matrix(module)]
+        found = set(layers[:1] if pattern == ":first" else layers[-1:])
+    else:
+        found = {name for name, module in modules.items() if _matches(pattern, name, module)}
+    if not found:
+        some = [f"{name!r} ({type(module).__name__})" for name, module in modules.items()]
+        more = f" and {len(some) - 8} more" if len(some) > 8 else ""
+        raise ValueError(
+            f"pattern {pattern!r} matches none of the {len(modules)} modules: {', '.join(some[:8])}{more}; "
+            "patterns are module types, functions, or fnmatch patterns on these names"
+        )
+    if "" in found:
+        return set(modules)
+    return {name for name in modules if any(part in found for part in _prefixes(name))}
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(p is not None and p.dim() >= 2 for p in module._parameters.values())
+
+
+def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, str):
+        return fnmatchcase(name, pattern)
+    return isinstance(module, pattern) if isinstance(pattern, type) else bool(pattern(name, module))
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def _written_quantizer(quantizer: Quantizer) -> Any:
+    fmt = quantizer.format
+    named = fmt.name if _is_named(fmt) else asdict(fmt)
+    if quantizer == Quantizer(fmt):
+        return named
+    plain = Quantizer(fmt)
+    options = {f.name: getattr(quantizer, f.name) for f in fields(quantizer) if f.name != "format"}
+    return {"format": named} | {k: v for k, v in options.items() if v != getattr(plain, k)}
+
+
+def _is_named(fmt: Format) -> bool:
+    try:
+        return as_format(fmt.name) == fmt
+    except ValueError:
+        return False
+
+
+def _read_quantizer(written: Mapping[str, Any]) -> Quantizer | Format:
+    if "format" not in written:
+        return Format(**written)
+    fmt = written["format"]
+    options = {name: value for name, value in written.items() if name != "format"}
+    return Quantizer(Format(**fmt) if isinstance(fmt, Mapping) else fmt, **options)
+
+
+def _written_pattern(pattern: Pattern) -> Any:
+    if isinstance(pattern, str):
+        return pattern
+    if isinstance(pattern, type):
+        return {"type": f"{pattern.__module__}:{pattern.__qualname__}"}
+    raise TypeError(
+        f"a file cannot hold the function {getattr(pattern, '__name__', pattern)!r}; "
+        "give names or types instead"
+    )
+
+
+def _read_pattern(written: Any) -> Any:
+    if not isinstance(written, Mapping):
+        return written
+    module, _, name = written["type"].partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

@@ -162,7 +162,8 @@ class Tally:
     def sqnr(self) -> float:
         """Mean square of the values over that of the rounding errors, in dB; infinity without error.
 
-        NaN where float64 does not hold the squares, of values beyond 1e-150 or 1e150.
+        What became infinite or NaN has no error here; `overflow` counts it. NaN where float64 does not hold
+        the squares, of values beyond 1e-150 or 1e150.
         """
         if not math.isfinite(self.sums[SQUARES]) or (self.amax > 0 and self.sums[SQUARES] == 0):
             return math.nan

@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(fpemu.__file__).parent
 
 # Lowest first. A layer of several rows stands in the order in which its modules use each other.
 LAYERS = [
-    ["columns", "formats", "random", "kernels.layout"],  # L0
+    ["columns", "files", "formats", "random", "kernels.layout"],  # L0
     ["reference", "kernels.scalar"],  # L1
     ["kernels.rules", "kernels.cpu", "kernels.cuda"],
     ["kernels.launch", "kernels.device"],
@@ -24,8 +24,15 @@ LAYERS = [
     ["quantize"],
     ["codes", "arithmetic", "blocks", "matmul", "stats"],
     ["testing"],
-    ["policy"],  # L3
-    ["autograd"],
+    ["quantizer"],  # L3
+    ["policy", "autograd"],
+    ["emulation.sites", "emulation.tensors", "emulation.report"],
+    ["emulation.recompute", "emulation.every_op"],
+    ["emulation.functional"],
+    ["emulation.products"],
+    ["emulation.hooks"],
+    ["emulation.audit"],
+    ["emulation.attach"],
     ["emulation", "optim", "scaling", "comm"],
     ["record"],  # L4
     ["plot"],

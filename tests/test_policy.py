@@ -9,7 +9,8 @@ from torch import nn
 
 from fpemu import Format, Policy, Quantizer, as_format
 from fpemu.formats import BINARY64, NAMED, OVERFLOWS, ROUNDINGS
-from fpemu.policy import ROLES, as_quantizer, quantizer_of
+from fpemu.policy import ROLES
+from fpemu.quantizer import as_quantizer, quantizer_of
 
 CUSTOM = [
     Format("mine", 4, 4, bias=7, specials="fn"),
@@ -164,7 +165,7 @@ def test_patterns_become_a_tuple(name, value, expected):
 @pytest.mark.parametrize("name", ["include", "exclude"])
 @pytest.mark.parametrize("value", [3, None, [3], [None], nn.Linear(1, 1), [nn.Linear(1, 1)]])
 def test_patterns_of_another_kind_are_refused(name, value):
-    with pytest.raises(TypeError, match=f"{name} must be a module type or a pattern"):
+    with pytest.raises(TypeError, match=f"{name} must be a module type, a pattern of names or a function"):
         Policy(weight="fp16", **{name: value})
 
 

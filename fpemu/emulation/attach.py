@@ -1,0 +1,249 @@
+"""`emulate`: hooks put on every module of a model, and taken off again."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.utils.parametrize import ParametrizationList
+
+from ..policy import Policy, modules_of, unwrapped
+from ..quantizer import Quantizer
+from ..random import Key
+from ..stats import Tally
+from .audit import Audit, audit
+from .every_op import EveryOp
+from .functional import Functional
+from .hooks import OF_MODULE, OF_WEIGHT, ModuleHooks, Roles, RootHook
+from .report import Report
+from .sites import Site
+
+
+class Emulation:
+    """What `emulate` returns: the way to take it out again, and what it counted."""
+
+    def __init__(
+        self,
+        whole: nn.Module,
+        model: nn.Module,
+        hooks: dict[str, ModuleHooks],
+        root: RootHook,
+        every_op: EveryOp | None,
+    ) -> None:
+        self.whole, self.model = whole, model
+        self.hooks, self.root, self.every_op = hooks, root, every_op
+        self._handles: list[Any] = []
+        self._modules = modules_of(model)
+        for name, module in self._modules.items():
+            if name not in hooks:
+                continue
+            self._handles.append(module.register_forward_pre_hook(hooks[name].before))
+            self._handles.append(module.register_forward_hook(hooks[name].after, always_call=True))
+            if "weight_gradient" in hooks[name].sites:
+                hooks[name].watch(module)
+        self._handles.append(model.register_forward_pre_hook(root, prepend=True, with_kwargs=True))
+        if every_op is not None:
+            self._handles.append(model.register_forward_pre_hook(every_op.before))
+            every_op.start()
+        _compile_anew(whole)
+
+    def remove(self) -> None:
+        """Take all rounding out of the model; what was counted stays. A second call does nothing."""
+        if not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self.every_op is not None:
+            self.every_op.stop()
+        for name, hooks in self.hooks.items():
+            hooks.mode.leave()
+            hooks.leave(self._modules[name])
+        self._modules.clear()
+        _compile_anew(self.whole)
+
+    def __enter__(self) -> Emulation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def tallies(self) -> dict[tuple[str, str], Tally]:
+        """By module name and role, what rounding did so far.
+
+        Returns:
+            Tallies, in the order of the model's modules; then those of ``every_op``, by operation.
+        """
+        sites = {("", "input"): self.root.inputs} if self.root.inputs is not None else {}
+        sites |= {
+            (name, role): site for name, hooks in self.hooks.items() for role, site in hooks.sites.items()
+        }
+        if self.every_op is not None:
+            sites |= {(name, "every_op"): site for name, site in self.every_op.sites.items()}
+        return {where: site.tally() for where, site in sites.items()}
+
+    def report(self) -> Report:
+        """A table of the tallies, and what was left alone and why."""
+        skipped = {
+            f"{name}.{what}" if name else what: why
+            for name, hooks in self.hooks.items()
+            for what, why in hooks.skipped.items()
+        }
+        if self.every_op is not None:
+            skipped |= self.every_op.skipped
+        if self.root.called or any(hooks.called for hooks in self.hooks.values()):
+            skipped |= {
+                name: "its forward was never called"
+                for name, hooks in self.hooks.items()
+                if hooks.sites and not hooks.called and not hooks.read
+            }
+        return Report(self.tallies(), skipped)
+
+    def audit(self, *inputs: Any, strict: bool = False, **named: Any) -> Audit:
+        """Run the model forward and backward once, and list the factors of every matrix product.
+
+        Parameters, buffers, gradients, tallies and random states are as before afterwards.
+
+        Args:
+            inputs: What the model takes.
+            strict: Raise if a factor was not rounded whose role the policy sets.
+            named: The same, by name.
+
+        Returns:
+            An Audit; ``str()`` is a table.
+
+        Raises:
+            RuntimeError: ``strict``, and something is not covered; the emulation is removed, or the model
+                returns nothing to differentiate.
+        """
+        if not self._handles:
+            raise RuntimeError("the emulation is removed; audit the model before remove()")
+        found = audit(self.model, self.hooks, self.root, inputs, named)
+        if strict and found.uncovered:
+            raise RuntimeError(f"{len(found.uncovered)} matrix products are not covered:\n{found}")
+        return found
+
+
+def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None) -> Emulation:
+    """Round weights, activations and gradients of ``model`` as ``policy`` says, until removed.
+
+    Every module without children rounds its floating-point outputs and the gradients arriving at them; so do
+    the matrix products that modules compute by functions. Every module that has parameters of its own reads
+    them rounded. The parameters themselves, the state_dict and copies of the model stay as they are. A copy
+    made meanwhile is emulated like the original, except for ``every_op``.
+
+    Args:
+        model: Any module; its float32 parameters and activations are rounded, on the CPU or CUDA devices. If
+            it is compiled, it compiles anew.
+        policy: What to round, and to what.
+        key: Random words of stochastic rounding, by default ``Key(0)``: each module and role draws its own,
+            new ones in each forward of ``model``.
+
+    Returns:
+        The Emulation: a context manager; ``remove()``, ``report()``, ``tallies()``, ``audit()``.
+
+    Raises:
+        TypeError: ``model`` is no module, ``policy`` no Policy.
+        ValueError: a pattern of the policy matches no module.
+        RuntimeError: a module to be rounded is emulated already.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> with emulate(model, Policy(activation="e2m1")):
+        ...     _ = torch.nn.init.constant_(model.weight, 0.3), model.weight.requires_grad_(False)
+        ...     model(torch.tensor([2.0, 2.0])).item()
+        1.0
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"emulate needs a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(policy, Policy):
+        raise TypeError(f"emulate needs a Policy, for example Policy(weight='fp16'), got {policy!r}")
+    key = Key(0) if key is None else key
+    whole, model = model, unwrapped(model)
+    mode = Functional()
+    chosen = policy.roles_by_module(model)
+    hooks = {
+        name: _hooks(name, module, chosen[name], mode, key)
+        for name, module in modules_of(model).items()
+        if _has_forward(name, module)
+    }
+    _tie(model, hooks)
+    inputs = None if policy.input is None else Site(policy.input, key.fold_in("input"))
+    every_op = None
+    if policy.every_op is not None:
+        every_op = EveryOp(policy.every_op, policy.except_ops, key.fold_in("every_op"))
+    return Emulation(whole, model, hooks, RootHook([*hooks.values()], inputs), every_op)
+
+
+def _has_forward(name: str, module: nn.Module) -> bool:
+    """Whether hooks of its own do anything."""
+    inside = ".parametrizations." in f".{name}" and not isinstance(module, ParametrizationList)
+    return not inside and type(module) not in (nn.ModuleList, nn.ModuleDict)
+
+
+def _hooks(
+    name: str, module: nn.Module, roles: dict[str, Quantizer], mode: Functional, key: Key
+) -> ModuleHooks:
+    outputs = outputs_of(module)
+    multiplies = _multiplies(module)
+    sites = {
+        role: Site(quantizer, key.fold_in(name).fold_in(role))
+        for role, quantizer in roles.items()
+        if (role in (outputs or ()))
+        or (role in OF_WEIGHT and module._parameters)
+        or (role in OF_MODULE and multiplies)
+        or (role not in (*OF_MODULE, *OF_WEIGHT) and (multiplies or _has_matrix(module)))
+    }
+    if sites and any(
+        isinstance(other := getattr(hook, "__self__", None), ModuleHooks) and other.sites
+        for hook in module._forward_hooks.values()
+    ):
+        raise RuntimeError(f"module {name!r} is emulated already; remove() that emulation first")
+    return ModuleHooks(name, sites, mode, outputs, multiplies)
+
+
+def outputs_of(module: nn.Module) -> Roles | None:
+    """The roles of what a module returns: a leaf's activations, a parametrization's weight, or none."""
+    if isinstance(module, ParametrizationList):
+        return OF_WEIGHT
+    return OF_MODULE if not module._modules.keys() - {"parametrizations"} else None
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module's forward may call products whose results are not what the module returns."""
+    if isinstance(module, (nn.Sequential, ParametrizationList)):
+        return False
+    known = type(module).__module__.startswith("torch.nn.") or hasattr(module, "parametrizations")
+    return not known or isinstance(module, nn.MultiheadAttention)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    parameters = [p for m in module.modules() for p in m._parameters.values()]
+    return any(p is not None and p.dim() >= 2 for p in parameters) and not isinstance(
+        module, (nn.Embedding, nn.EmbeddingBag, nn.RNNBase)
+    )
+
+
+def _tie(model: nn.Module, hooks: dict[str, ModuleHooks]) -> None:
+    """Let a shared parameter be rounded as its first module's wherever it is read."""
+    first: dict[Tensor, ModuleHooks] = {}
+    for name, module in modules_of(model).items():
+        here = hooks.get(name)
+        for label, parameter in module._parameters.items():
+            if parameter is None or here is None:
+                continue
+            owner = first.setdefault(parameter, here)
+            if owner is not here and {r for r in OF_WEIGHT if r in here.sites} <= owner.sites.keys():
+                here.tied[label] = owner
+
+
+def _compile_anew(model: nn.Module) -> None:
+    """Forget what was compiled of a model: hooks added or removed later would go unseen."""
+    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
+        torch._dynamo.reset()

@@ -1,0 +1,179 @@
+"""Matrix products that a module computes itself: F.linear, convolutions, @, einsum, attention.
+
+Hooks see modules only. While a module's forward runs, a TorchFunctionMode sees the functions it calls. The
+mode is entered by the outermost module's hook and left by it, so nothing outside the model runs under it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .recompute import remember
+
+
+class Product(NamedTuple):
+    """The arguments of a function that it multiplies: their names, from which place on; what it goes by."""
+
+    name: str
+    names: tuple[str, ...]
+    first: int = 0
+
+    def change(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """The arguments with ``change(number, factor)`` for each factor."""
+        if self.name == "einsum":
+            return _change_einsum(args, change), kwargs
+        changed, named = list(args), dict(kwargs)
+        for number, name in enumerate(self.names):
+            place = self.first + number
+            if place < len(changed):
+                changed[place] = change(number, changed[place])
+            elif name in named:
+                named[name] = change(number, named[name])
+        return tuple(changed), named
+
+
+def _change_einsum(args: tuple[Any, ...], change: Any) -> tuple[Any, ...]:
+    if len(args) == 2 and isinstance(args[1], (list, tuple)):
+        return args[0], [change(number, x) for number, x in enumerate(args[1])]
+    return args[0], *(change(number, x) for number, x in enumerate(args[1:]))
+
+
+def _products() -> dict[Any, Product]:
+    table: dict[Any, Product] = {torch.einsum: Product("einsum", ())}
+
+    def add(name: str, names: str, first: int, *functions: Any) -> None:
+        for function in functions:
+            table[function] = Product(name, tuple(names.split()), first)
+
+    add("linear", "input weight", 0, F.linear)
+    add("bilinear", "input1 input2 weight", 0, F.bilinear)
+    for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
+        add(name, "input weight", 0, getattr(F, name), getattr(torch, name))
+    method = Tensor
+    add("matmul", "input other", 0, torch.matmul, method.matmul, method.__matmul__, torch.linalg.matmul)
+    add("matmul", "other input", 0, method.__rmatmul__)
+    add("mm", "input mat2", 0, torch.mm, method.mm)
+    add("bmm", "input mat2", 0, torch.bmm, method.bmm)
+    add("mv", "input vec", 0, torch.mv, method.mv)
+    add("addmm", "mat1 mat2", 1, torch.addmm, method.addmm)
+    add("addmv", "mat vec", 1, torch.addmv, method.addmv)
+    add("baddbmm", "batch1 batch2", 1, torch.baddbmm, method.baddbmm)
+    add("addbmm", "batch1 batch2", 1, torch.addbmm, method.addbmm)
+    add("dot", "input tensor", 0, torch.dot, method.dot)
+    add("inner", "input other", 0, torch.inner, method.inner)
+    add("tensordot", "a b", 0, torch.tensordot)
+    add("attention", "query key value", 0, F.scaled_dot_product_attention)
+    return table
+
+
+PRODUCTS = _products()
+FUSED = ("attention", "bilinear")
+
+
+def _opened(function: types.FunctionType) -> types.FunctionType:
+    """A function of torch.nn.functional that does not ask for overrides of itself, only its parts do."""
+    scope = {**function.__globals__, "has_torch_function": lambda arguments: False}
+    opened = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+# Written in Python out of products: a mode that is asked about the whole sees no part of it.
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    F.multi_head_attention_forward: _opened(F.multi_head_attention_forward)  # type: ignore[arg-type]
+}
+
+
+class Hooks(Protocol):
+    """What a module's hooks do here."""
+
+    name: str
+
+    def product(self, product: Product, function: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a product that the module's forward computes."""
+
+    def like(self, module: nn.Module) -> Hooks | None:
+        """The hooks of another module."""
+
+
+class Frame(NamedTuple):
+    """A module whose forward runs, its hooks, and what was so when it began."""
+
+    hooks: Hooks
+    module: nn.Module
+    grad: bool
+    region: Any
+
+
+class Functional(TorchFunctionMode):
+    """Sees the functions that emulated modules call; ``frames`` are those now running, innermost last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[Frame] = []
+        self.fused: str | None = None  # the product that runs now, if torch may compute several in it
+
+    def begin(self, frame: Frame) -> None:
+        """A module's forward begins."""
+        if not self.frames:
+            self.__enter__()
+        self.frames.append(frame)
+
+    def end(self, hooks: Hooks) -> None:
+        """It ends; of a forward that did not begin, as its pre-hooks failed, nothing happens."""
+        if self.frames and self.frames[-1].hooks is hooks:
+            self.frames.pop()
+            if not self.frames:
+                self.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        """Out of a forward that an interrupt ended without its hooks."""
+        if self.frames:
+            self.frames.clear()
+            self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self, function: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """As torch calls it, with itself out of the way."""
+        kwargs = {} if kwargs is None else kwargs
+        if function in COMPOSITES:
+            with self:
+                return COMPOSITES[function](*args, **kwargs)
+        if function not in PRODUCTS or not self.frames:
+            return function(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            remember(self)
+        product = PRODUCTS[function]
+        self.fused = product.name if product.name in FUSED else None
+        try:
+            return self.frames[-1].hooks.product(product, function, args, kwargs)
+        finally:
+            self.fused = None
+
+    def running(self) -> tuple[str, str | None]:
+        """The module whose forward runs, and what torch computes in one there: attention, or a layer."""
+        frame = self.frames[-1]
+        return frame.hooks.name, type(frame.module).__name__ if isinstance(
+            frame.module, nn.RNNBase
+        ) else self.fused
+
+    def owner(self, parameter: nn.Parameter) -> Any:
+        """The hooks of the module, within one that runs now, that has the parameter."""
+        for frame in reversed(self.frames):
+            for module in frame.module.modules():
+                if any(known is parameter for known in module._parameters.values()):
+                    return frame.hooks.like(module)
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"frames": []}

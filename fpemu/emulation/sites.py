@@ -1,0 +1,55 @@
+"""Where rounding happens: a module and a role, with a Quantizer, random words and a tally of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..autograd import key_tensor, new_tally, round_with_gradient
+from ..quantizer import Quantizer
+from ..random import Key
+from ..stats import Tally
+
+Inputs = tuple[str | None, Tensor | None, Tensor | None, Tensor | None]
+NOTHING: Inputs = (None, None, None, None)
+_STEP = key_tensor(Key(0, step=1))
+
+
+class Site:
+    """One place where rounding happens: its Quantizer, its random words and its tally."""
+
+    def __init__(self, quantizer: Quantizer, key: Key) -> None:
+        self.quantizer = quantizer
+        # Sums of gradients, rounded again, must not draw the words that their last summand drew.
+        stochastic = quantizer.stochastic
+        self.key = key_tensor(key) if stochastic else None
+        self.sum_key = key_tensor(key.fold_in("sum")) if stochastic else None
+        self.counts, self.sums = new_tally()
+
+    def inputs(self, device: torch.device) -> Inputs:
+        """What the operator takes for a tensor on that device; counting goes on there, without waiting."""
+        if self.counts.device != device:
+            self.counts, self.sums = self.counts.to(device), self.sums.to(device)
+        return self.quantizer.spec, self.key, self.counts, self.sums
+
+    def next_step(self) -> None:
+        """Draw new words from here on; what is already in a graph keeps its key."""
+        for name in ("key", "sum_key"):
+            key = getattr(self, name)
+            if key is not None:
+                setattr(self, name, key + _STEP)
+
+    def tally(self) -> Tally:
+        """A copy of the counts so far."""
+        # A scaled tensor's format moves with its scale, so only the counts are of the format's name.
+        counts, sums = (part.cpu().numpy().copy() for part in (self.counts, self.sums))
+        return Tally(counts, sums, self.quantizer.format)
+
+
+def cast_at(x: Tensor, forward: Site | None, backward: Site | None) -> Tensor:
+    """``x`` rounded at one site, and its gradient at another; None leaves that direction alone."""
+    if forward is None and backward is None:
+        return x
+    directions = (NOTHING if site is None else site.inputs(x.device) for site in (forward, backward))
+    value, gradient = directions
+    return round_with_gradient(x, *value, *gradient)

@@ -1,0 +1,136 @@
+"""A format and how to round to it, in one piece: what a role of a policy takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+from .formats import BINARY32, Format, as_format
+from .kernels.rules import Plan
+from .quantize import planned, quantize
+from .random import Key
+
+SCALINGS = (None, "tensor")
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A format and how to round to it.
+
+    Attributes:
+        format: A Format, or a name that ``as_format`` takes.
+        rounding: As for ``quantize``.
+        overflow: As for ``quantize``, like ``random_bits``, ``variant`` and ``flush_subnormals``.
+        scaling: None, or ``"tensor"``: each tensor is rounded as if scaled by the largest power of two that
+            keeps its largest finite magnitude in the format's range, and scaled back. Rounding happens once.
+
+    Raises:
+        ValueError: an unknown name.
+
+    Example:
+        >>> Quantizer("e5m2", rounding="stochastic").format.max
+        57344.0
+    """
+
+    format: Format
+    rounding: str = "nearest_even"
+    overflow: str = "ieee"
+    scaling: str | None = None
+    random_bits: int | None = None
+    variant: str = "C"
+    flush_subnormals: bool = False
+
+    def __init__(
+        self,
+        format: str | Format,
+        rounding: str = "nearest_even",
+        overflow: str = "ieee",
+        scaling: str | None = None,
+        random_bits: int | None = None,
+        variant: str = "C",
+        flush_subnormals: bool = False,
+    ) -> None:
+        if scaling not in SCALINGS:
+            raise ValueError(f"unknown scaling {scaling!r}; choose from None, 'tensor'")
+        for name, value in (
+            ("format", as_format(format)),
+            ("rounding", rounding),
+            ("overflow", overflow),
+            ("scaling", scaling),
+            ("random_bits", random_bits),
+            ("variant", variant),
+            ("flush_subnormals", flush_subnormals),
+        ):
+            object.__setattr__(self, name, value)
+        self.plan()  # refuses what is unknown, or not held by float32
+        # A plain attribute: torch.compile cannot follow a cached_property.
+        object.__setattr__(self, "spec", self._spec())
+
+    def __call__(self, x: Any, *, key: Key | None = None, out: Any = None) -> Any:
+        """``x`` rounded, as by ``quantize``.
+
+        Raises:
+            ValueError: as ``quantize``; or there is a scaling, which ``cast`` and ``emulate`` carry out.
+        """
+        if self.scaling is not None:
+            raise ValueError(
+                f"scaling={self.scaling!r} is for cast and emulate; round with scaling=None here"
+            )
+        return quantize(
+            x,
+            self.format,
+            self.rounding,
+            overflow=self.overflow,
+            key=key,
+            random_bits=self.random_bits,
+            variant=self.variant,
+            flush_subnormals=self.flush_subnormals,
+            out=out,
+        )
+
+    def plan(self, fmt: Format | None = None, carrier: Format = BINARY32) -> Plan:
+        """How the kernels carry it out, in another format if one is given."""
+        few = self.random_bits, self.variant, self.flush_subnormals
+        return planned(fmt or self.format, self.rounding, self.overflow, carrier, *few)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether rounding draws random words, and so needs a key."""
+        return self.rounding == "stochastic"
+
+    spec: ClassVar[str]  # all of it in one string, for a torch operator's argument; of each Quantizer its own
+
+    def _spec(self) -> str:
+        f = self.format
+        shape = (f.exponent_bits, f.precision, f.bias, f.specials, int(f.subnormal), int(f.signed), f.name)
+        few = (self.random_bits or "", self.variant, int(self.flush_subnormals))
+        return "|".join(map(str, (self.rounding, self.overflow, self.scaling or "", *few, *shape)))
+
+
+@cache
+def quantizer_of(spec: str) -> Quantizer:
+    """The Quantizer whose ``spec`` this is."""
+    rounding, overflow, scaling, random_bits, variant, flush, *shape = spec.split("|", 12)
+    exponent_bits, precision, bias, specials, subnormal, signed, name = shape
+    fmt = Format(
+        name,
+        int(exponent_bits),
+        int(precision),
+        int(bias),
+        specials,  # type: ignore[arg-type]
+        subnormal == "1",
+        signed == "1",
+    )
+    few = int(random_bits) if random_bits else None, variant, flush == "1"
+    return Quantizer(fmt, rounding, overflow, scaling or None, *few)
+
+
+def as_quantizer(role: str | Format | Quantizer | None) -> Quantizer | None:
+    """A role's value as a Quantizer; None stays None, which leaves the role alone.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: no format has that name.
+    """
+    return role if role is None or isinstance(role, Quantizer) else Quantizer(role)
