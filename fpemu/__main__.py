@@ -137,17 +137,26 @@ def doctor() -> None:
 
 @app.command()
 def bench(
-    size_log2: Annotated[int, typer.Option(min=10, max=30, help="elements, as a power of two")] = 24,
+    size_log2: Annotated[
+        int, typer.Option(min=10, max=30, help="elements, as a power of two; not for --training")
+    ] = 24,
     repeats: Annotated[int, typer.Option(min=1, help="rounds; medians are compared")] = 9,
-    device: Annotated[str, typer.Option(help="cpu, on one thread, or cuda")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    training: Annotated[
+        bool, typer.Option("--training", help="measure training steps with rounding, beside FP32")
+    ] = False,
 ) -> None:
-    """Measure rounding beside the copies it cannot beat."""
+    """Measure rounding beside the copies it cannot beat, on one thread of a CPU or on a GPU."""
     from .bench import run, run_cuda
 
     with _bad_input():
         if device not in ("cpu", "cuda"):
             raise ValueError(f"unknown device {device!r}; choose from cpu, cuda")
-        if device == "cpu":
+        if training:
+            from .bench_training import run as run_training
+
+            run_training(repeats, device)
+        elif device == "cpu":
             run(size_log2, repeats)
         else:
             run_cuda(size_log2, repeats)

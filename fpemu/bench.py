@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
 
@@ -63,12 +63,19 @@ def measure(size_log2: int, repeats: int) -> dict[str, float]:
     Returns:
         Seconds by case: the copies, the loop in place, and ``"format rounding out="`` or ``"... in place"``.
     """
-    return _medians(_cases(2**size_log2), repeats, _seconds)
+    return medians(_cases(2**size_log2), repeats, wall_seconds)
 
 
-def _medians(
-    cases: dict[str, Callable[[], object]], repeats: int, seconds: Callable[[Callable[[], object]], float]
+def medians(
+    cases: Mapping[str, Callable[[], object]], repeats: int, seconds: Callable[[Callable[[], object]], float]
 ) -> dict[str, float]:
+    """Median seconds of each case over rounds that run every case once, after one run that is not counted.
+
+    Args:
+        cases: Calls by name.
+        repeats: Rounds.
+        seconds: How a call is timed: ``wall_seconds`` or ``cuda_seconds``.
+    """
     for case in cases.values():  # compile, or load from the disk
         case()
     times: dict[str, list[float]] = {name: [] for name in cases}
@@ -78,19 +85,31 @@ def _medians(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _seconds(case: Callable[[], object]) -> float:
+def wall_seconds(case: Callable[[], object]) -> float:
+    """Seconds until a call returns."""
     start = perf_counter()
     case()
     return perf_counter() - start
 
 
-def _cuda_seconds(case: Callable[[], object]) -> float:
+def cuda_seconds(case: Callable[[], object]) -> float:
+    """Seconds until the current CUDA stream has done what a call puts on it."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     case()
     stop.record()
     stop.synchronize()
     return start.elapsed_time(stop) / 1e3
+
+
+def require_cuda() -> None:
+    """Check that there is a device to measure.
+
+    Raises:
+        ValueError: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("bench --device cuda needs a CUDA device, and torch sees none")
 
 
 def run_cuda(size_log2: int = 28, repeats: int = 9) -> None:
@@ -103,8 +122,7 @@ def run_cuda(size_log2: int = 28, repeats: int = 9) -> None:
     Raises:
         ValueError: there is no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise ValueError("bench --device cuda needs a CUDA device, and torch sees none")
+    require_cuda()
     n = 2**size_log2
     x = torch.randn(n, device="cuda")
     out = torch.empty_like(x)
@@ -113,12 +131,12 @@ def run_cuda(size_log2: int = 28, repeats: int = 9) -> None:
         drawn = Key(0) if rounding == "stochastic" else None
         for fmt in FORMATS:
             cases[f"{fmt} {rounding} out="] = partial(quantize, x, fmt, rounding, key=drawn, out=out)
-    medians = _medians(cases, repeats, _cuda_seconds)
+    times = medians(cases, repeats, cuda_seconds)
     result = Table(title=f"{n} float32 on {torch.cuda.get_device_name()}, medians", box=None)
     for heading in ("case", "ms", "GB/s", "of copy"):
         result.add_column(heading, justify="left" if heading == "case" else "right")
-    for name, seconds in medians.items():
-        share = f"{medians['torch copy_'] / seconds:.2f}"
+    for name, seconds in times.items():
+        share = f"{times['torch copy_'] / seconds:.2f}"
         result.add_row(name, f"{seconds * 1e3:.3f}", f"{8 * n / seconds / 1e9:.0f}", share)
     console = Console()
     console.print(result)
@@ -136,7 +154,7 @@ def call_overhead(elements: int = 1024, calls: int = 2000) -> float:
 
 def _call_cost(call: Callable[[], object], calls: int = 2000) -> float:
     """Median seconds until a call returns."""
-    return statistics.median(_seconds(call) for _ in range(calls))
+    return statistics.median(wall_seconds(call) for _ in range(calls))
 
 
 def _cases(n: int) -> dict[str, Callable[[], object]]:

@@ -43,6 +43,7 @@ LAYERS = [
     ["experiments.ablate"],
     ["experiments"],
     ["bench", "doctor"],
+    ["bench_training"],
     ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -13,6 +13,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fpemu
@@ -351,6 +352,28 @@ def test_bench_prints_a_ratio_for_every_case():
         for rounding in ("nearest_even", "stochastic"):
             assert f"{fmt} {rounding}" in output
     assert output.endswith(" µs a call\n")
+
+
+def test_bench_training_prints_a_ratio_for_both_models():
+    output = run("bench", "--training", "--repeats", "1")
+    title, head, *rows, step, batch = output.splitlines()
+    assert title.startswith("training steps on cpu, torch threads: ") and title.endswith(", medians of 1")
+    assert head.split() == ["model", "fp32", "ms", "fp16", "ms", "ratio"]
+    assert [row.split()[0] for row in rows] == ["resnet8", "transformer"]
+    assert all(float(number) > 0 for row in rows for number in row.split()[1:])
+    assert step.startswith("a step: ") and batch == (
+        "a batch: resnet8, 64 images of 28 x 28 pixels; transformer, 16 texts of 64 characters"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_bench_says_that_there_is_no_card():
+    for arguments in (["--device", "cuda"], ["--training", "--device", "cuda"]):
+        result = CliRunner().invoke(app, ["bench", *arguments])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == "fpemu: bench --device cuda needs a CUDA device, and torch sees none\n"
+    result = CliRunner().invoke(app, ["bench", "--training", "--device", "tpu"])
+    assert result.exit_code == 2 and "unknown device 'tpu'; choose from cpu, cuda" in result.stderr
 
 
 def test_help_lists_the_commands():
