@@ -410,87 +410,129 @@ def spread(places, counts, bias, lift):
 
 
 @loop
-def _what_rounding_did(x, q, words, counts, sums):
-    """The counts that need the rounded value too; a loop of its own, since this one vectorises."""
+def _sum(parts):
+    """The sum of a block, halved again and again: an order that vectorises, and the same each time."""
+    half = parts.size // 2
+    while half >= 8:
+        for i in range(half):
+            parts[i] += parts[half + i]
+        half //= 2
+    return parts[:8].sum()
+
+
+@loop
+def _scatter(at, places):
+    # One after the other, additions to one place would wait for each other: four tables in turn.
+    whole = at.size // 4 * 4
+    for i in range(0, whole, 4):
+        places[0, at[i]] += 1
+        places[1, at[i + 1]] += 1
+        places[2, at[i + 2]] += 1
+        places[3, at[i + 3]] += 1
+    for i in range(whole, at.size):
+        places[0, at[i]] += 1
+
+
+@loop
+def _what_numbers_are(x, at):
+    largest, negative = U(0), 0
+    for i in range(x.size):
+        at[i] = H(place(x[i]))
+        a = U(x[i] & ABS)
+        largest = a if a < INF and a > largest else largest
+        negative += np.int64(a < INF and x[i] > U(INF) and a > U(0))
+    return largest, negative
+
+
+@loop
+def _what_rounding_did(x, q, words, squares, errors, counts):
     emin, largest, threshold = words[0], words[1], words[2]
-    under, subnormal, over, error, square = 0, 0, 0, 0.0, 0.0
+    under, subnormal, over = 0, 0, 0
     for i in range(x.size):
         lost_all, small, large, value, off = lost(x[i], q[i], emin, largest, threshold)
         under += np.int64(lost_all)
         subnormal += np.int64(small)
         over += np.int64(large)
-        square += value * value
-        error += off * off
+        squares[i] = value * value
+        errors[i] = off * off
     counts[UNDER] += under
     counts[SUBNORMAL] += subnormal
     counts[OVER] += over
-    sums[SQUARES] += square
-    sums[ERRORS] += error
+    squares[x.size :] = 0
+    errors[x.size :] = 0
 
 
 @loop
 def tally_loop(x, q, n, words, counts_at, sums_at):
-    """Add what ``n`` numbers at ``x``, rounded to those at ``q``, come to."""
+    """Add what ``n`` numbers at ``x``, fewer than 2**31, rounded to those at ``q``, come to."""
     counts = carray(pointer(counts_at, np.int64(0)), (COUNTS,))
     sums = carray(pointer(sums_at, np.float64(0)), (SUMS,))
     source, rounded = words_at(x, n), words_at(q, n)
-    places = np.zeros((PLACES,), np.int64)
-    largest, negative = U(0), 0
-    for start in range(0, n, 4 * BLOCK):
-        piece = source[start : min(n, start + 4 * BLOCK)]
-        for i in range(piece.size):
-            places[place(piece[i])] += 1
-        for i in range(piece.size):
-            a = U(piece[i] & ABS)
-            finite = a < INF
-            largest = a if finite and a > largest else largest
-            negative += np.int64(finite and piece[i] > U(INF) and a > U(0))
-        _what_rounding_did(piece, rounded[start : min(n, start + 4 * BLOCK)], words, counts, sums)
-    counts[NEGATIVE] += negative
+    places, at = np.zeros((4, PLACES), np.int32), np.empty(BLOCK, H)
+    squares, errors = np.empty(BLOCK), np.empty(BLOCK)
+    largest = U(0)
+    for start in range(0, n, BLOCK):
+        stop = min(n, start + BLOCK)
+        most, negative = _what_numbers_are(source[start:stop], at)
+        largest = most if most > largest else largest
+        counts[NEGATIVE] += negative
+        _scatter(at[: stop - start], places)
+        _what_rounding_did(source[start:stop], rounded[start:stop], words, squares, errors, counts)
+        sums[SQUARES] += _sum(squares)
+        sums[ERRORS] += _sum(errors)
     sums[AMAX] = max(sums[AMAX], np.float64(float_of(largest)))
-    spread(places, counts, 127, 32)
+    spread(places.sum(0), counts, 127, 32)
 
 
 @loop
-def _what_rounding_did64(x, q, words, counts, sums):
-    """The counts that need the rounded value too; a loop of its own, since this one vectorises."""
+def _what_numbers_are64(x, at):
+    largest, negative = W(0), 0
+    for i in range(x.size):
+        at[i] = H(place64(x[i]))
+        a = W(x[i] & ABS64)
+        largest = a if a < INF64 and a > largest else largest
+        negative += np.int64(a < INF64 and x[i] > W(INF64) and a > W(0))
+    return largest, negative
+
+
+@loop
+def _what_rounding_did64(x, q, words, squares, errors, counts):
     emin, largest, threshold = words[0], words[1], words[2]
-    under, subnormal, over, error, square = 0, 0, 0, 0.0, 0.0
+    under, subnormal, over = 0, 0, 0
     for i in range(x.size):
         lost_all, small, large, value, off = lost64(x[i], q[i], emin, largest, threshold)
         under += np.int64(lost_all)
         subnormal += np.int64(small)
         over += np.int64(large)
-        square += value * value
-        error += off * off
+        squares[i] = value * value
+        errors[i] = off * off
     counts[UNDER] += under
     counts[SUBNORMAL] += subnormal
     counts[OVER] += over
-    sums[SQUARES] += square
-    sums[ERRORS] += error
+    squares[x.size :] = 0
+    errors[x.size :] = 0
 
 
 @loop
 def tally64_loop(x, q, n, words, counts_at, sums_at):
-    """Add what ``n`` numbers at ``x``, rounded to those at ``q``, come to."""
+    """Add what ``n`` numbers at ``x``, fewer than 2**31, rounded to those at ``q``, come to."""
     counts = carray(pointer(counts_at, np.int64(0)), (COUNTS,))
     sums = carray(pointer(sums_at, np.float64(0)), (SUMS,))
     source, rounded = words64_at(x, n), words64_at(q, n)
-    places = np.zeros((PLACES64,), np.int64)
-    largest, negative = W(0), 0
-    for start in range(0, n, 4 * BLOCK):
-        piece = source[start : min(n, start + 4 * BLOCK)]
-        for i in range(piece.size):
-            places[place64(piece[i])] += 1
-        for i in range(piece.size):
-            a = W(piece[i] & ABS64)
-            finite = a < INF64
-            largest = a if finite and a > largest else largest
-            negative += np.int64(finite and piece[i] > W(INF64) and a > W(0))
-        _what_rounding_did64(piece, rounded[start : min(n, start + 4 * BLOCK)], words, counts, sums)
-    counts[NEGATIVE] += negative
+    places, at = np.zeros((4, PLACES64), np.int32), np.empty(BLOCK, H)
+    squares, errors = np.empty(BLOCK), np.empty(BLOCK)
+    largest = W(0)
+    for start in range(0, n, BLOCK):
+        stop = min(n, start + BLOCK)
+        most, negative = _what_numbers_are64(source[start:stop], at)
+        largest = most if most > largest else largest
+        counts[NEGATIVE] += negative
+        _scatter(at[: stop - start], places)
+        _what_rounding_did64(source[start:stop], rounded[start:stop], words, squares, errors, counts)
+        sums[SQUARES] += _sum(squares)
+        sums[ERRORS] += _sum(errors)
     sums[AMAX] = max(sums[AMAX], np.float64(double_of(largest)))
-    spread(places, counts, 1023, 64)
+    spread(places.sum(0), counts, 1023, 64)
 
 
 @loop
