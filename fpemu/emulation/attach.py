@@ -178,7 +178,7 @@ def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None) -> Emul
     every_op = None
     if policy.every_op is not None:
         every_op = EveryOp(policy.every_op, policy.except_ops, key.fold_in("every_op"))
-    return Emulation(whole, model, hooks, RootHook([*hooks.values()], inputs), every_op)
+    return Emulation(whole, model, hooks, RootHook(mode, [*hooks.values()], inputs), every_op)
 
 
 def _has_forward(name: str, module: nn.Module) -> bool:

@@ -136,7 +136,7 @@ def audit(
         if results:
             gradients = [torch.ones_like(x) for x in results]
             for gradient in gradients:
-                watch.mark(gradient, Mark("gradient", "given"))
+                watch.mark(gradient, Mark("gradient", None))
             with watch:
                 torch.autograd.backward(results, gradients)
     return Audit(tuple(watch.rows), _roles(hooks, root))

@@ -29,6 +29,9 @@ SILENT = {
 }
 
 
+COPIES = ("aten.clone", "aten.copy_", "aten._to_copy", "aten.lift_fresh")
+
+
 class EveryOp(TorchDispatchMode):
     """Rounds what every operation returns or writes, from ``start`` to ``stop``, but in optimizers' steps."""
 
@@ -91,7 +94,7 @@ class EveryOp(TorchDispatchMode):
         return result
 
     def _is_exempt(self, op: Any) -> bool:
-        """Views compute nothing; fpemu's own operations round by themselves."""
+        """Views and copies compute nothing; fpemu's own operations round by themselves."""
         if op not in self._exempt:
             returns = op._schema.returns
             view = bool(returns) and all(
@@ -99,7 +102,7 @@ class EveryOp(TorchDispatchMode):
             )
             name = op._schema.name.replace("::", ".")
             excepted = any(fnmatchcase(name, pattern) for pattern in self.except_ops)
-            self._exempt[op] = view or excepted or op.namespace == "fpemu"
+            self._exempt[op] = view or excepted or name in COPIES or op.namespace == "fpemu"
         return self._exempt[op]
 
     def _round(self, x: Tensor, op: Any) -> None:

@@ -6,6 +6,7 @@ mode is entered by the outermost module's hook and left by it, so nothing outsid
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
@@ -120,12 +121,15 @@ class Functional(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.frames: list[Frame] = []
+        self._caller: Any = None  # the Python frame that runs the outermost forward
         self.fused: str | None = None  # the product that runs now, if torch may compute several in it
 
     def begin(self, frame: Frame) -> None:
         """A module's forward begins."""
         if not self.frames:
             self.__enter__()
+            if not torch.compiler.is_compiling():
+                self._caller = sys._getframe(2)
         self.frames.append(frame)
 
     def end(self, hooks: Hooks) -> None:
@@ -133,13 +137,23 @@ class Functional(TorchFunctionMode):
         if self.frames and self.frames[-1].hooks is hooks:
             self.frames.pop()
             if not self.frames:
+                self._caller = None
                 self.__exit__(None, None, None)
 
     def leave(self) -> None:
-        """Out of a forward that an interrupt ended without its hooks."""
+        """End all forwards."""
         if self.frames:
             self.frames.clear()
+            self._caller = None
             self.__exit__(None, None, None)
+
+    def leave_interrupted(self) -> None:
+        """End forwards that an interrupt, for which torch calls no hooks, broke off."""
+        running: Any = sys._getframe(1) if self.frames else None
+        while running is not None and running is not self._caller:
+            running = running.f_back
+        if running is None:
+            self.leave()
 
     def __torch_function__(
         self, function: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
@@ -176,4 +190,4 @@ class Functional(TorchFunctionMode):
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"frames": []}
+        return self.__dict__ | {"frames": [], "_caller": None}

@@ -168,14 +168,16 @@ class RootHook:
     A recomputation in it draws the same words.
     """
 
-    def __init__(self, hooks: list[ModuleHooks], inputs: Site | None) -> None:
-        self.inputs = inputs
+    def __init__(self, mode: Functional, hooks: list[ModuleHooks], inputs: Site | None) -> None:
+        self.mode, self.inputs = mode, inputs
         sites = [site for hook in hooks for site in hook.sites.values()]
         self.sites = [site for site in sites if site.key is not None]
         self.called = False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """As a forward pre-hook of the model."""
+        if not torch.compiler.is_compiling():
+            self.mode.leave_interrupted()
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             if self.called:
                 for site in self.sites:
