@@ -20,7 +20,7 @@ from .formats import Format, as_format
 from .kernels.layout import COUNTS, SUMS
 from .kernels.rules import Plan, carried
 from .quantize import round_tensor
-from .quantizer import Quantizer, as_quantizer, quantizer_of
+from .quantizer import HISTORY, Quantizer, as_quantizer, quantizer_of
 from .random import Key
 
 LIBRARY = torch.library.Library("fpemu", "DEF")
@@ -35,20 +35,16 @@ def _round(x: Tensor, spec: str, key: Tensor | None) -> Tensor:
     steps = _steps(spec, carrier_of(x).name)
     if steps is not None:
         return round_tensor(x, steps, _key(key))
-    quantizer = quantizer_of(spec)
-    wide, fmt = _scaled(x, quantizer.format)
-    return round_tensor(wide, quantizer.plan(fmt, carrier_of(wide)), _key(key)).to(x.dtype)
+    return _round_scaled(x, quantizer_of(spec), _key(key), None, None)
 
 
 def _round_tally(x: Tensor, spec: str, key: Tensor | None, counts: Tensor, sums: Tensor) -> Tensor:
     quantizer, steps = quantizer_of(spec), _steps(spec, carrier_of(x).name)
-    wide, fmt = x, quantizer.format
     if steps is None:
-        wide, fmt = _scaled(x, fmt)
-        steps = quantizer.plan(fmt, carrier_of(wide))
-    rounded = round_tensor(wide, steps, _key(key))
-    stats.add(counts, sums, wide, rounded, fmt)
-    return rounded if wide is x else rounded.to(x.dtype)
+        return _round_scaled(x, quantizer, _key(key), counts, sums)
+    rounded = round_tensor(x, steps, _key(key))
+    stats.add(counts, sums, x, rounded, quantizer.format)
+    return rounded
 
 
 @cache
@@ -119,13 +115,50 @@ def _batched(operator: Any, in_dims: Any, x: Tensor, spec: str, key: Any, *count
     return operator(x, spec, key, *counters)
 
 
-def _scaled(x: Tensor, fmt: Format) -> tuple[Tensor, Format]:
+def _round_scaled(
+    x: Tensor, quantizer: Quantizer, key: Key | None, counts: Tensor | None, sums: Tensor | None
+) -> Tensor:
+    if quantizer.scaling != "channel" or x.dim() <= max(1, quantizer.axis):
+        amax = _amax(x)
+        if quantizer.scaling == "delayed" and sums is not None and len(sums) > SUMS:
+            amax = _delayed(amax, sums[SUMS:])
+        return _round_by(amax, x, quantizer, key, counts, sums)
+    channels = x.detach().movedim(quantizer.axis, 0).contiguous()
+    rounded = torch.empty_like(channels)
+    for number, channel in enumerate(channels):
+        own = key and replace(key, offset=key.offset + number * channel.numel())
+        rounded[number] = _round_by(_amax(channel), channel, quantizer, own, counts, sums)
+    return torch.empty_like(x).copy_(rounded.movedim(0, quantizer.axis))
+
+
+def _amax(x: Tensor) -> float:
+    return float(x.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
+
+
+def _delayed(amax: float, history: Tensor) -> float:
+    """The largest magnitude of earlier steps, or before there are any this one, which is noted."""
+    earlier = float(history[1:].max())
+    history[0].clamp_(min=amax)
+    return earlier or amax
+
+
+def _round_by(
+    amax: float, x: Tensor, quantizer: Quantizer, key: Key | None, counts: Tensor | None, sums: Tensor | None
+) -> Tensor:
+    """``x`` rounded as if scaled for this largest magnitude."""
+    wide, fmt = _scaled(amax, x, quantizer.format)
+    rounded = round_tensor(wide, quantizer.plan(fmt, carrier_of(wide)), key)
+    if counts is not None:
+        stats.add(counts, sums, wide, rounded, fmt)
+    return rounded.to(x.dtype)
+
+
+def _scaled(amax: float, x: Tensor, fmt: Format) -> tuple[Tensor, Format]:
     """The tensor, wide enough for the format that it is rounded to; that format.
 
     Scaling by a power of two is another bias, and so exact. Where the moved range leaves that of the dtype
     float64 holds it; what an element is rounded to always fits the dtype again.
     """
-    amax = x.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item() if x.numel() else 0.0
     if amax > 0:
         fmt = _shifted(fmt, math.frexp(amax)[1], amax)
     try:
@@ -160,10 +193,11 @@ def _key(key: Tensor | None) -> Key | None:
     return None if key is None else Key(*key.tolist())
 
 
-def new_tally() -> tuple[Tensor, Tensor]:
-    """Counts and sums for ``round_tally``, all zero."""
+def new_tally(quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Counts and sums for ``round_tally``, all zero; for delayed scaling, sums and a history after them."""
+    more = 1 + HISTORY if quantizer.scaling == "delayed" else 0  # largest magnitudes, this step's first
     with torch.inference_mode(False):
-        return torch.zeros(COUNTS, dtype=torch.int64), torch.zeros(SUMS, dtype=torch.float64)
+        return torch.zeros(COUNTS, dtype=torch.int64), torch.zeros(SUMS + more, dtype=torch.float64)
 
 
 class _Cast(torch.autograd.Function):
@@ -260,7 +294,7 @@ def cast(
 
     Raises:
         TypeError: a tensor of another dtype, or not a plain dense one.
-        ValueError: an unknown name; stochastic rounding without ``key``.
+        ValueError: an unknown name; stochastic rounding without ``key``; delayed scaling.
 
     Example:
         >>> import torch
@@ -294,4 +328,6 @@ def _spec(role: str | Format | Quantizer | None) -> str | None:
 @lru_cache(maxsize=1024)
 def _cached_spec(role: str | Format | Quantizer | None) -> str | None:
     quantizer = as_quantizer(role)
+    if quantizer is not None and quantizer.scaling == "delayed":
+        raise ValueError("scaling='delayed' needs the steps of an emulated model; cast has no memory")
     return None if quantizer is None else quantizer.spec

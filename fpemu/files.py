@@ -41,8 +41,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     suffix, text = _suffix(path), path.read_text(encoding="utf-8")
     try:
         read = tomllib.loads(text) if suffix == ".toml" else yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not {suffix[1:]}: {error}") from None
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is not valid {suffix[1:]}: {' '.join(str(error).split())}") from None
     if not isinstance(read, dict):
         raise ValueError(f"{path} must hold a mapping, got {type(read).__name__}")
     return read

@@ -147,8 +147,8 @@ class Policy:
         Raises:
             TypeError, ValueError: as Policy; an unknown name.
         """
-        known = {field.name for field in fields(cls)}
-        if unknown := set(written) - known:
+        known = [field.name for field in fields(cls)]
+        if unknown := set(written).difference(known):
             raise ValueError(f"a policy has no {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
         read: dict[str, Any] = dict(written)
         for role in (*ROLES, *WHOLE):

@@ -11,7 +11,8 @@ from .kernels.rules import Plan
 from .quantize import planned, quantize
 from .random import Key
 
-SCALINGS = (None, "tensor")
+SCALINGS = (None, "tensor", "delayed", "channel")
+HISTORY = 16  # steps whose largest magnitudes "delayed" remembers
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Quantizer:
         overflow: As for ``quantize``, like ``random_bits``, ``variant`` and ``flush_subnormals``.
         scaling: None, or ``"tensor"``: each tensor is rounded as if scaled by the largest power of two that
             keeps its largest finite magnitude in the format's range, and scaled back. Rounding happens once.
+            ``"delayed"``: the largest magnitude is that of the last 16 forwards of an emulated model, this
+            one not among them. ``"channel"``: each slice along ``axis`` has a scale of its own.
+        axis: With ``scaling="channel"``, the dimension of channels: 0 in weights, 1 in images. A tensor
+            that has fewer dimensions, or only one, has one scale.
 
     Raises:
         ValueError: an unknown name.
@@ -40,6 +45,7 @@ class Quantizer:
     random_bits: int | None = None
     variant: str = "C"
     flush_subnormals: bool = False
+    axis: int = 0
 
     def __init__(
         self,
@@ -50,9 +56,12 @@ class Quantizer:
         random_bits: int | None = None,
         variant: str = "C",
         flush_subnormals: bool = False,
+        axis: int = 0,
     ) -> None:
         if scaling not in SCALINGS:
-            raise ValueError(f"unknown scaling {scaling!r}; choose from None, 'tensor'")
+            raise ValueError(f"unknown scaling {scaling!r}; choose from {', '.join(map(repr, SCALINGS))}")
+        if not isinstance(axis, int) or axis < 0 or (axis and scaling != "channel"):
+            raise ValueError(f"axis must be 0 or, with scaling='channel', more, got {axis!r}")
         for name, value in (
             ("format", as_format(format)),
             ("rounding", rounding),
@@ -61,6 +70,7 @@ class Quantizer:
             ("random_bits", random_bits),
             ("variant", variant),
             ("flush_subnormals", flush_subnormals),
+            ("axis", axis),
         ):
             object.__setattr__(self, name, value)
         self.plan()  # refuses what is unknown, or not held by float32
@@ -104,14 +114,14 @@ class Quantizer:
     def _spec(self) -> str:
         f = self.format
         shape = (f.exponent_bits, f.precision, f.bias, f.specials, int(f.subnormal), int(f.signed), f.name)
-        few = (self.random_bits or "", self.variant, int(self.flush_subnormals))
+        few = (self.random_bits or "", self.variant, int(self.flush_subnormals), self.axis)
         return "|".join(map(str, (self.rounding, self.overflow, self.scaling or "", *few, *shape)))
 
 
 @cache
 def quantizer_of(spec: str) -> Quantizer:
     """The Quantizer whose ``spec`` this is."""
-    rounding, overflow, scaling, random_bits, variant, flush, *shape = spec.split("|", 12)
+    rounding, overflow, scaling, random_bits, variant, flush, axis, *shape = spec.split("|", 13)
     exponent_bits, precision, bias, specials, subnormal, signed, name = shape
     fmt = Format(
         name,
@@ -122,7 +132,7 @@ def quantizer_of(spec: str) -> Quantizer:
         subnormal == "1",
         signed == "1",
     )
-    few = int(random_bits) if random_bits else None, variant, flush == "1"
+    few = int(random_bits) if random_bits else None, variant, flush == "1", int(axis)
     return Quantizer(fmt, rounding, overflow, scaling or None, *few)
 
 

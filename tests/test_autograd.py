@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -248,13 +249,13 @@ def test_opcheck_is_clean(x, spec):
     quantizer, key = SPECS[spec]
     tensor = INPUTS[x]()
     torch.library.opcheck(torch.ops.fpemu.round.default, (tensor, quantizer.spec, key))
-    arguments = (tensor, quantizer.spec, key, *new_tally())
+    arguments = (tensor, quantizer.spec, key, *new_tally(quantizer))
     torch.library.opcheck(torch.ops.fpemu.round_tally.default, arguments)
 
 
 def test_round_tally_counts_and_rounds_like_tally_and_quantize():
     x = normal(50, 7) * 1e-3
-    counts, sums = new_tally()
+    counts, sums = new_tally(Quantizer("e4m3fn"))
     for _ in range(2):
         y = torch.ops.fpemu.round_tally(x, Quantizer("e4m3fn").spec, None, counts, sums)
     one = tally(x, "e4m3fn")
@@ -446,3 +447,28 @@ def test_second_derivatives_of_torch_func_are_not_silently_zero():
     x = torch.tensor(0.3)
     second = torch.func.grad(torch.func.grad(lambda x: cast(x, "e4m3fn", "e5m2") ** 3))(x)
     assert equal(second, quantize(6 * cast(x, "e4m3fn"), "e5m2"))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_channel_scaling_is_tensor_scaling_of_each_slice(axis, rounding):
+    x = normal(3, 4, 5) * 2.0 ** torch.arange(-30, 30).reshape(3, 4, 5)
+    key = Key(1) if rounding == "stochastic" else None
+    y = cast(x, Quantizer("e4m3fn", rounding, scaling="channel", axis=axis), key=key)
+    assert y.shape == x.shape
+    slices, size = x.movedim(axis, 0), x.numel() // x.shape[axis]
+    for i, (got, one) in enumerate(zip(y.movedim(axis, 0), slices, strict=True)):
+        own = key and replace(key, offset=i * size)
+        assert equal(got, cast(one.contiguous(), Quantizer("e4m3fn", rounding, scaling="tensor"), key=own))
+
+
+def test_channel_scaling_of_a_vector_is_tensor_scaling():
+    x = normal(6)
+    for axis in (0, 1):
+        channel = Quantizer("e4m3fn", scaling="channel", axis=axis)
+        assert equal(cast(x, channel), cast(x, Quantizer("e4m3fn", scaling="tensor")))
+
+
+def test_cast_refuses_delayed_scaling():
+    with pytest.raises(ValueError, match="needs the steps of an emulated model; cast has no memory"):
+        cast(normal(3), Quantizer("e4m3fn", scaling="delayed"))

@@ -14,7 +14,7 @@ from same import same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fpemu import Key, Policy, Quantizer, emulate, quantize
+from fpemu import Key, Policy, Quantizer, cast, emulate, quantize
 
 EVERYTHING = Policy(weight="e4m3fn", activation="fp16", gradient="e5m2", weight_gradient="e5m2")
 STOCHASTIC = Quantizer("e4m3fn", rounding="stochastic")
@@ -934,3 +934,58 @@ def test_a_thousand_steps_keep_nothing():  # scenario 14
     assert emulation.tallies()["0", "activation"].count == 1000 * 2 * 5
     (model_early, hooks_early), (model_late, hooks_late) = sizes
     assert abs(model_late - model_early) < 100 and abs(hooks_late - hooks_early) < 100
+
+
+# Scales that follow the steps.
+
+
+def test_delayed_scaling_uses_the_largest_magnitude_of_earlier_steps():
+    model, unit = nn.Identity(), normal(50)
+    with emulate(model, Policy(activation=Quantizer("e4m3fn", scaling="delayed"))):
+        first, larger, again = (model(unit * scale) for scale in (1.0, 2.0**6, 2.0**6))
+
+    def by(amax, x):
+        both = torch.cat([torch.tensor([amax]), x])
+        return cast(both, Quantizer("e4m3fn", scaling="tensor"))[1:]
+
+    amax = float(unit.abs().max())
+    assert equal(first, by(amax, unit))
+    assert larger.isnan().any()  # the scale of the first step is too small for it
+    assert not equal(again, larger) and equal(again, by(amax * 2.0**6, unit * 2.0**6))
+
+
+def test_delayed_scaling_forgets_after_sixteen_steps():
+    model, unit = nn.Identity(), normal(50)
+    with emulate(model, Policy(activation=Quantizer("e4m3fn", scaling="delayed"))):
+        model(unit * 2.0**20)
+        seen = [model(unit) for _ in range(17)]
+    assert equal(seen[0], seen[15]) and not equal(seen[15], seen[16])
+    assert equal(seen[16], cast(unit, Quantizer("e4m3fn", scaling="tensor")))
+
+
+def test_a_checkpoint_recomputes_under_the_same_delayed_scale():
+    x = normal(6, 4) * 100
+    policy = Policy(activation=Quantizer("e4m3fn", scaling="delayed"), weight="e4m3fn")
+    results = []
+    for wrapped in (False, True):
+        model = perceptron()
+        with emulate(model, policy):
+            for scale in (1.0, 0.5):
+                model.zero_grad()
+                y = checkpoint(model, x * scale, use_reentrant=False) if wrapped else model(x * scale)
+                y.square().sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    assert all(map(equal, *results))
+
+
+def test_channel_scaling_rounds_weights_row_by_row():
+    model = nn.Linear(4, 3)
+    model.weight.data *= torch.tensor([[2.0**-30], [1.0], [2.0**30]])
+    channel = Quantizer("e4m3fn", scaling="channel")
+    with emulate(model, Policy(weight=channel)) as emulation:
+        y = model(torch.eye(4))
+    expected = torch.stack(
+        [cast(row, Quantizer("e4m3fn", scaling="tensor")) for row in model.weight.detach()]
+    )
+    assert equal(y, torch.nn.functional.linear(torch.eye(4), expected, cast(model.bias.detach(), channel)))
+    assert emulation.tallies()["", "weight"].underflow == 0

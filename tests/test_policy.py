@@ -10,7 +10,7 @@ from torch import nn
 from fpemu import Format, Policy, Quantizer, as_format
 from fpemu.formats import BINARY64, NAMED, OVERFLOWS, ROUNDINGS
 from fpemu.policy import ROLES
-from fpemu.quantizer import as_quantizer, quantizer_of
+from fpemu.quantizer import SCALINGS, as_quantizer, quantizer_of
 
 CUSTOM = [
     Format("mine", 4, 4, bias=7, specials="fn"),
@@ -32,7 +32,7 @@ HELD = [fmt for fmt in (*NAMED, *CUSTOM) if fmt != BINARY64]
 def test_a_spec_says_all_of_a_quantizer(fmt):
     for rounding in ROUNDINGS:
         for overflow in OVERFLOWS:
-            for scaling in (None, "tensor"):
+            for scaling in SCALINGS:
                 quantizer = Quantizer(fmt, rounding, overflow, scaling)
                 assert quantizer_of(quantizer.spec) == quantizer
 
@@ -67,7 +67,21 @@ def test_a_name_with_a_bar_in_it_survives_the_spec():
         (("fp16", None), ValueError, "unknown rounding None"),
         (("fp16", ["nearest_even"]), TypeError, "names"),
         (("fp16", "nearest_even", "clip"), ValueError, "unknown overflow 'clip'; choose from ieee"),
-        (("fp16", "nearest_even", "ieee", "channel"), ValueError, "unknown scaling 'channel'.*'tensor'"),
+        (
+            ("fp16", "nearest_even", "ieee", "row"),
+            ValueError,
+            "unknown scaling 'row'; choose from None, 'tensor', 'delayed'",
+        ),
+        (
+            ("fp16", "nearest_even", "ieee", "tensor", None, "C", False, 1),
+            ValueError,
+            "axis must be 0 or, with",
+        ),
+        (
+            ("fp16", "nearest_even", "ieee", "channel", None, "C", False, -1),
+            ValueError,
+            "axis must be 0 or, with",
+        ),
         ((Format("wide", 9, 8),), ValueError, "wide"),
         ((Format("fine", 7, 30),), ValueError, "fine"),
     ],
@@ -180,3 +194,135 @@ def test_policies_are_equal_hashable_frozen_and_pickle():
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.weight = None
+
+
+# Rules and files.
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(1, 2, 3)
+        self.norm = nn.BatchNorm2d(2)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 2)
+
+
+def rounded(policy):
+    return {name: roles for name, roles in policy.roles_by_module(Net()).items() if roles}
+
+
+def names(policy):
+    return set(rounded(policy)) - {""}
+
+
+def test_a_pattern_holds_for_all_that_is_in_what_it_matches():
+    assert names(Policy(weight="fp16", include="body")) == {"body", "body.0", "body.1", "body.2"}
+    assert names(Policy(weight="fp16", exclude=nn.Sequential)) == {"stem", "norm", "head"}
+    assert names(Policy(weight="fp16", include=Net)) == {n for n, _ in Net().named_modules() if n}
+    assert names(Policy(weight="fp16", include="body.[02]")) == {"body.0", "body.2"}
+
+
+def test_the_first_and_last_layers_are_those_with_a_matrix():
+    policy = Policy(weight="fp16", exclude=(":first", ":last"))
+    assert names(policy) == {"norm", "body", "body.0", "body.1", "body.2"}
+    assert names(Policy(weight="fp16", include=":last")) == {"head"}
+
+
+def test_a_function_chooses_modules():
+    def wide(name, module):
+        return getattr(module, "out_features", 0) == 4 and name != "body.0"
+
+    assert names(Policy(weight="fp16", include=wide)) == {"body.2"}
+
+
+def test_the_first_rule_that_matches_holds_and_without_one_the_policy():
+    e4, e5 = Policy(weight="e4m3fn"), Policy(activation="e5m2")
+    policy = Policy(weight="fp16", rules=[("body.0", e4), (nn.Linear, e5), ("stem", None)], exclude="norm")
+    assert {
+        name: {r: q.format.name for r, q in roles.items()} for name, roles in rounded(policy).items()
+    } == {
+        "": {"weight": "binary16"},
+        "body": {"weight": "binary16"},
+        "body.0": {"weight": "e4m3fn"},
+        "body.1": {"weight": "binary16"},
+        "body.2": {"activation": "e5m2"},
+        "head": {"activation": "e5m2"},
+    }
+    assert names(Policy(rules={nn.Linear: e4})) == {"body.0", "body.2", "head"}
+
+
+@pytest.mark.parametrize("where", ["include", "exclude", "rules"])
+@pytest.mark.parametrize("pattern", ["boddy", nn.LSTM, lambda name, module: False])
+def test_a_pattern_that_matches_nothing_is_an_error(where, pattern):
+    value = {pattern: None} if where == "rules" else pattern
+    with pytest.raises(ValueError, match=r"matches none of the 8 modules: .*'stem' \(Conv2d\)"):
+        Policy(weight="fp16", **{where: value}).roles_by_module(Net())
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        ({"rules": [("a",)]}, TypeError, "a rule is a pair of a pattern and a Policy, or None, got"),
+        ({"rules": {"a": "fp16"}}, TypeError, "a rule is a pair"),
+        ({"rules": {"a": Policy(weight="fp16", exclude="b")}}, ValueError, "without include, exclude, rules"),
+        ({"rules": {"a": Policy(input="fp16")}}, ValueError, "sets roles of single modules only"),
+        ({"exclude": ":second"}, ValueError, "unknown pattern ':second'; choose from :first, :last"),
+        ({"rules": {3: None}}, TypeError, "the pattern of a rule must be a module type"),
+    ],
+)
+def test_rules_that_say_nothing_are_refused(options, error, match):
+    with pytest.raises(error, match=match):
+        Policy(weight="fp16", **options)
+
+
+WRITTEN = [
+    Policy(weight="fp16"),
+    Policy(activation=Quantizer("e5m2", rounding="stochastic", overflow="saturate", random_bits=8)),
+    Policy(gradient=Format("mine", 4, 5, bias=3), include=["a.*", nn.Linear], exclude=":last"),
+    Policy(forward_a="e4m3fn", dgrad_g=Quantizer("e5m2", scaling="channel", axis=1), input="bf16"),
+    Policy(weight="binary8p4se", rules={"head": None, nn.Conv2d: Policy(weight="e3m2"), ":first": None}),
+    Policy(every_op="fp16", except_ops=["aten.native_layer_norm*", "aten._log_softmax"]),
+]
+
+
+@pytest.mark.parametrize("policy", WRITTEN)
+@pytest.mark.parametrize("suffix", [".toml", ".yaml", ".yml", ".json"])
+def test_a_policy_comes_back_from_a_file(policy, suffix, tmp_path):
+    path = tmp_path / f"policy{suffix}"
+    policy.save(path)
+    assert Policy.load(path) == policy
+    assert Policy.from_dict(policy.to_dict()) == policy
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_policy_is_written_as_a_person_would(tmp_path):
+    WRITTEN[4].save(tmp_path / "policy.yaml")
+    assert (tmp_path / "policy.yaml").read_text() == (
+        "weight: binary8p4se\nrules:\n- pattern: head\n"
+        "- pattern:\n    type: torch.nn.modules.conv:Conv2d\n  policy:\n    weight: e3m2\n"
+        "- pattern: :first\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, text, error, match",
+    [
+        ("p.toml", "weight = ", ValueError, "p.toml is not valid toml"),
+        ("p.yaml", "weight: [", ValueError, "p.yaml is not valid yaml"),
+        ("p.yaml", "- 1", ValueError, "p.yaml must hold a mapping, got list"),
+        ("p.toml", 'wait = "fp16"', ValueError, "a policy has no wait; choose from weight, activation"),
+        ("p.toml", 'weight = "fp17"', ValueError, "unknown format 'fp17'"),
+        ("p.txt", "", ValueError, "a file ends in .toml, .yaml, .yml, .json, got"),
+    ],
+)
+def test_a_file_that_holds_no_policy_is_refused(name, text, error, match, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(error, match=match):
+        Policy.load(tmp_path / name)
+
+
+def test_a_function_cannot_be_written(tmp_path):
+    with pytest.raises(TypeError, match="a file cannot hold the function '<lambda>'; give names or types"):
+        Policy(weight="fp16", include=lambda name, module: True).save(tmp_path / "p.toml")
+    assert list(tmp_path.iterdir()) == []

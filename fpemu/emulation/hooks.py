@@ -171,7 +171,7 @@ class RootHook:
     def __init__(self, mode: Functional, hooks: list[ModuleHooks], inputs: Site | None) -> None:
         self.mode, self.inputs = mode, inputs
         sites = [site for hook in hooks for site in hook.sites.values()]
-        self.sites = [site for site in sites if site.key is not None]
+        self.sites = [site for site in (*sites, inputs) if site is not None and site.changes]
         self.called = False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

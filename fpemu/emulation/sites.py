@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import key_tensor, new_tally, round_with_gradient
+from ..kernels.layout import SUMS
 from ..quantizer import Quantizer
 from ..random import Key
 from ..stats import Tally
@@ -24,7 +25,7 @@ class Site:
         stochastic = quantizer.stochastic
         self.key = key_tensor(key) if stochastic else None
         self.sum_key = key_tensor(key.fold_in("sum")) if stochastic else None
-        self.counts, self.sums = new_tally()
+        self.counts, self.sums = new_tally(quantizer)
 
     def inputs(self, device: torch.device) -> Inputs:
         """What the operator takes for a tensor on that device; counting goes on there, without waiting."""
@@ -33,7 +34,9 @@ class Site:
         return self.quantizer.spec, self.key, self.counts, self.sums
 
     def next_step(self) -> None:
-        """Draw new words from here on; what is already in a graph keeps its key."""
+        """Draw new words from here on; what is already in a graph keeps its key. Note a step's amax."""
+        if self.quantizer.scaling == "delayed":
+            self.sums[SUMS:] = torch.cat([self.sums.new_zeros(1), self.sums[SUMS:-1]])
         for name in ("key", "sum_key"):
             key = getattr(self, name)
             if key is not None:
@@ -43,7 +46,12 @@ class Site:
         """A copy of the counts so far."""
         # A scaled tensor's format moves with its scale, so only the counts are of the format's name.
         counts, sums = (part.cpu().numpy().copy() for part in (self.counts, self.sums))
-        return Tally(counts, sums, self.quantizer.format)
+        return Tally(counts, sums[:SUMS], self.quantizer.format)
+
+    @property
+    def changes(self) -> bool:
+        """Whether a new step changes it."""
+        return self.key is not None or self.quantizer.scaling == "delayed"
 
 
 def cast_at(x: Tensor, forward: Site | None, backward: Site | None) -> Tensor:
