@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from rich.console import Console
 from same import same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -989,3 +990,73 @@ def test_channel_scaling_rounds_weights_row_by_row():
     )
     assert equal(y, torch.nn.functional.linear(torch.eye(4), expected, cast(model.bias.detach(), channel)))
     assert emulation.tallies()["", "weight"].underflow == 0
+
+
+# With the rest of torch.
+
+
+def test_under_autocast_what_is_half_is_left_alone_with_a_reason():
+    model, x = perceptron(), normal(8, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        with emulate(model, Policy(activation="e2m1")) as emulation:
+            y = model(x)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+    assert "left alone: 0.output: dtype torch.bfloat16" in str(emulation.report())
+
+
+def test_channels_last_stays_and_is_rounded():
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1)))
+    x = normal(2, 2, 6, 6).contiguous(memory_format=torch.channels_last)
+    model.to(memory_format=torch.channels_last)
+    with emulate(model, Policy(weight="e4m3fn", activation="e4m3fn")):
+        y = model(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert equal(y, quantize(y.detach(), "e4m3fn"))
+
+
+def test_states_load_in_both_directions():
+    plain, emulated = perceptron(), perceptron()
+    plain[0].weight.data.add_(1)
+    with emulate(emulated, EVERYTHING):
+        emulated.load_state_dict(plain.state_dict())
+        assert equal(emulated[0].weight, plain[0].weight)
+        emulated[0].weight.data.add_(1)
+        plain.load_state_dict(emulated.state_dict())
+        emulated.load_state_dict(plain.state_dict(), assign=True)
+        emulated(normal(2, 4)).sum().backward()
+    assert equal(emulated[0].weight, plain[0].weight)
+    assert emulated[0].weight.grad is not None
+
+
+def test_inputs_of_the_model_are_rounded_in_any_container():
+    class Named(nn.Module):
+        def forward(self, x, *, options):
+            return x + options["shift"], options["count"]
+
+    with emulate(Named(), Policy(input="e4m3fn")) as emulation:
+        y, count = emulation.model(torch.tensor([0.3]), options={"shift": torch.tensor([0.1]), "count": 3})
+    assert y.item() == 0.3125 + 0.1015625 and count == 3
+    assert emulation.tallies()["", "input"].count == 2
+
+
+def test_the_report_goes_to_pandas_and_to_rich():
+    model = nn.Sequential(nn.Identity())
+    with emulate(model, Policy(activation="fp16")) as emulation:
+        model(torch.tensor([0.0, 2.0**-25, 1.0, 70000.0, math.nan]))
+    frame = emulation.report().to_pandas()
+    assert frame.loc[0].drop("sqnr").to_dict() == {
+        "module": "0",
+        "role": "activation",
+        "format": "binary16",
+        "count": 5,
+        "zero": 1,
+        "underflow": 1,
+        "subnormal": 0,
+        "overflow": 1,
+        "nan": 1,
+        "amax": 70000.0,
+    }
+    console = Console(width=120, file=io.StringIO())
+    console.print(emulation.report())
+    assert "70000" in console.file.getvalue() or "7e+04" in console.file.getvalue()

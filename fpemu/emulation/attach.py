@@ -41,7 +41,9 @@ class Emulation:
             if name not in hooks:
                 continue
             self._handles.append(module.register_forward_pre_hook(hooks[name].before))
-            self._handles.append(module.register_forward_hook(hooks[name].after, always_call=True))
+            # First of all hooks: FSDP's must find the parameters back in their places.
+            after = module.register_forward_hook(hooks[name].after, prepend=True, always_call=True)
+            self._handles.append(after)
             if "weight_gradient" in hooks[name].sites:
                 hooks[name].watch(module)
         self._handles.append(model.register_forward_pre_hook(root, prepend=True, with_kwargs=True))

@@ -134,6 +134,8 @@ class ModuleHooks:
             known = self._watched.get(name)
             if parameter is None or not parameter.requires_grad or (known and known[0] is parameter):
                 continue
+            if type(parameter) not in (Tensor, nn.Parameter):
+                continue  # FSDP's shard: the whole that stands in its place in a forward is watched
             if torch.compiler.is_compiling() or not parameter.is_leaf or name in self.tied:
                 continue
             if known:
