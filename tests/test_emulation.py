@@ -729,19 +729,28 @@ def test_a_compiled_model_gives_the_bits_of_the_eager_one(compiler, rounding, fu
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
-def test_a_model_compiled_before_is_emulated_or_refused(compiler):  # scenario 7
+def test_a_model_compiled_before_is_emulated(compiler):  # scenario 7
     model, x = perceptron(), normal(8, 4)
     compiled = torch.compile(model, backend="aot_eager")
     expected = compiled(x)
-    try:
-        emulation = emulate(compiled, Policy(activation="e2m1"))
-    except RuntimeError as error:
-        assert "compile" in str(error)
-        return
-    y = compiled(x).detach()
-    emulation.remove()
+    with emulate(compiled, Policy(activation="e2m1")) as emulation:
+        y = compiled(x).detach()
+        assert list(emulation.tallies()) == [(name, "activation") for name in "012"]
     assert equal(y, quantize(y, "e2m1"))
     assert equal(compiled(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_a_part_compiled_before_is_emulated(compiler):
+    model, x = perceptron(), normal(8, 4)
+    model[0] = torch.compile(model[0], backend="aot_eager")
+    expected = model(x)
+    with emulate(model, Policy(activation="e2m1", include="0")) as emulation:
+        y = model(x).detach()
+        assert list(emulation.tallies()) == [("0", "activation")]
+        assert emulation.tallies()["0", "activation"].count == 8 * model[2].in_features
+    assert not equal(y, expected)
+    assert equal(model(x), expected)
 
 
 def test_functional_calls_and_per_example_gradients_are_rounded():

@@ -7,6 +7,8 @@ import io
 import itertools
 import pathlib
 import re
+import sys
+import types
 
 import pytest
 from typer.testing import CliRunner
@@ -42,6 +44,31 @@ def test_a_block_and_its_output_are_found(tmp_path):
     assert with_output(page, "sh") == [("fpemu formats\n", None)]
 
 
+class Callback:
+    """Stands for Lightning's."""
+
+
+class Accelerator:
+    """Stands for Accelerate's, as far as a recipe uses it."""
+
+    def prepare(self, model):
+        return model
+
+    def backward(self, loss):
+        loss.backward()
+
+
+@pytest.fixture
+def other_libraries(monkeypatch):
+    """Recipes for libraries that are not installed run against what stands for those."""
+    monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
+    for name, known in (("lightning.pytorch", Callback), ("accelerate", Accelerator)):
+        module = types.ModuleType(name)
+        setattr(module, known.__name__, known)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("other_libraries")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_print_what_the_page_says(page):
     names: dict[str, object] = {}
