@@ -220,15 +220,28 @@ def add(counts: Any, sums: Any, x: Any, rounded: Any, fmt: Format | None) -> Non
         import torch
 
         wide = torch.float64 if carrier == BINARY64 else torch.float32
-        x, rounded = (array.detach().to(wide).contiguous() for array in (x, rounded))
+        if x.dtype != wide or not _same_order(x, rounded):
+            x, rounded = (array.detach().to(wide).contiguous() for array in (x, rounded))
         if x.is_cuda:
             from .kernels import device
 
-            device.tally_tensor(x, rounded, fmt, carrier, counts, sums)
+            device.tally_tensor(x.detach().contiguous(), rounded.contiguous(), fmt, carrier, counts, sums)
             return
         source, target, n = x.data_ptr(), rounded.data_ptr(), x.numel()
     else:
         x, rounded = (np.ascontiguousarray(array, f"f{carrier.bits // 8}") for array in (x, rounded))
         source, target, n = x.ctypes.data, rounded.ctypes.data, x.size
-    to = [a.data_ptr() if is_tensor(a) else a.ctypes.data for a in (counts, sums)]
-    launch.tally_array(source, target, n, fmt, carrier, *to)
+    at = (counts.data_ptr(), sums.data_ptr()) if is_tensor(counts) else (counts.ctypes.data, sums.ctypes.data)
+    launch.tally_array(source, target, n, fmt, carrier, *at)
+
+
+def _same_order(x: Any, rounded: Any) -> bool:
+    """Whether two tensors lie in memory in one order and without gaps: counts ask for no other."""
+    import torch
+
+    if x.is_contiguous():
+        return bool(rounded.is_contiguous())
+    last = torch.channels_last
+    return bool(
+        x.dim() == 4 and x.is_contiguous(memory_format=last) and rounded.is_contiguous(memory_format=last)
+    )

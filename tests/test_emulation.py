@@ -890,7 +890,7 @@ def test_the_report_of_a_tiny_example_is_right():
 def test_the_report_before_a_forward_says_so():
     with emulate(perceptron(), EVERYTHING) as emulation:
         assert str(emulation.report()) == (
-            "nothing was rounded yet: run the model forward, and backward for gradients"
+            "nothing was counted yet: run the model forward, and backward for gradients"
         )
 
 
@@ -1069,3 +1069,19 @@ def test_the_report_goes_to_pandas_and_to_rich():
     console = Console(width=120, file=io.StringIO())
     console.print(emulation.report())
     assert "70000" in console.file.getvalue() or "7e+04" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "policy", [EVERYTHING, Policy(every_op="fp16", input="fp16")], ids=["roles", "every_op"]
+)
+def test_without_counts_the_bits_are_the_same(policy):
+    x, results = normal(8, 4), []
+    for count in (True, False):
+        model = perceptron()
+        with emulate(model, policy, count=count) as emulation:
+            y = model(x)
+            y.square().sum().backward()
+        results.append([y.detach(), *(p.grad for p in model.parameters())])
+        assert any(t.count for t in emulation.tallies().values()) == count
+    assert all(map(equal, *results))
+    assert "nothing was counted" in str(emulation.report())

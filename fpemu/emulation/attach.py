@@ -131,7 +131,7 @@ class Emulation:
         return found
 
 
-def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None) -> Emulation:
+def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None, count: bool = True) -> Emulation:
     """Round weights, activations and gradients of ``model`` as ``policy`` says, until removed.
 
     Every module without children rounds its floating-point outputs and the gradients arriving at them; so do
@@ -145,6 +145,8 @@ def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None) -> Emul
         policy: What to round, and to what.
         key: Random words of stochastic rounding, by default ``Key(0)``: each module and role draws its own,
             new ones in each forward of ``model``.
+        count: Whether to count what is lost, for ``report()`` and ``tallies()``: most of the time that
+            emulation takes.
 
     Returns:
         The Emulation: a context manager; ``remove()``, ``report()``, ``tallies()``, ``audit()``.
@@ -171,15 +173,15 @@ def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None) -> Emul
     mode = Functional()
     chosen = policy.roles_by_module(model)
     hooks = {
-        name: _hooks(name, module, chosen[name], mode, key)
+        name: _hooks(name, module, chosen[name], mode, key, count)
         for name, module in modules_of(model).items()
         if _has_forward(name, module)
     }
     _tie(model, hooks)
-    inputs = None if policy.input is None else Site(policy.input, key.fold_in("input"))
+    inputs = None if policy.input is None else Site(policy.input, key.fold_in("input"), count)
     every_op = None
     if policy.every_op is not None:
-        every_op = EveryOp(policy.every_op, policy.except_ops, key.fold_in("every_op"))
+        every_op = EveryOp(policy.every_op, policy.except_ops, key.fold_in("every_op"), count)
     return Emulation(whole, model, hooks, RootHook(mode, [*hooks.values()], inputs), every_op)
 
 
@@ -190,12 +192,12 @@ def _has_forward(name: str, module: nn.Module) -> bool:
 
 
 def _hooks(
-    name: str, module: nn.Module, roles: dict[str, Quantizer], mode: Functional, key: Key
+    name: str, module: nn.Module, roles: dict[str, Quantizer], mode: Functional, key: Key, count: bool
 ) -> ModuleHooks:
     outputs = outputs_of(module)
     multiplies = _multiplies(module)
     sites = {
-        role: Site(quantizer, key.fold_in(name).fold_in(role))
+        role: Site(quantizer, key.fold_in(name).fold_in(role), count)
         for role, quantizer in roles.items()
         if (role in (outputs or ()))
         or (role in OF_WEIGHT and module._parameters)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..quantizer import Quantizer
 from ..random import Key
-from .sites import Site
+from .sites import Site, cast_at
 from .tensors import unsuitable
 
 # They write statistics that their schema does not say they write: the places of those arguments.
@@ -35,9 +35,10 @@ COPIES = ("aten.clone", "aten.copy_", "aten._to_copy", "aten.lift_fresh")
 class EveryOp(TorchDispatchMode):
     """Rounds what every operation returns or writes, from ``start`` to ``stop``, but in optimizers' steps."""
 
-    def __init__(self, quantizer: Quantizer, except_ops: tuple[str, ...], key: Key) -> None:
+    def __init__(self, quantizer: Quantizer, except_ops: tuple[str, ...], key: Key, count: bool) -> None:
         super().__init__()
         self.quantizer, self.except_ops, self.key = quantizer, except_ops, key
+        self.count = count
         self.sites: dict[str, Site] = {}
         self.skipped: dict[str, str] = {}
         self.paused = False
@@ -113,8 +114,8 @@ class EveryOp(TorchDispatchMode):
                 self.skipped[name] = reason
             return
         if name not in self.sites:
-            site = Site(self.quantizer, self.key.fold_in(name))
+            site = Site(self.quantizer, self.key.fold_in(name), self.count)
             if site.key is not None:
                 site.key[2] += self.step
             self.sites[name] = site
-        x.detach().copy_(torch.ops.fpemu.round_tally.default(x.detach(), *self.sites[name].inputs(x.device)))
+        x.detach().copy_(cast_at(x.detach(), self.sites[name], None))

@@ -49,7 +49,7 @@ class Report:
     def __str__(self) -> str:
         rows = self.rows()
         if not rows:
-            lines = ["nothing was rounded yet: run the model forward, and backward for gradients"]
+            lines = ["nothing was counted yet: run the model forward, and backward for gradients"]
         else:
             lines = aligned([HEAD, *rows], right=range(3, len(HEAD)))
         return "\n".join(lines + [f"left alone: {what}: {why}" for what, why in self.skipped.items()])

@@ -19,8 +19,9 @@ _STEP = key_tensor(Key(0, step=1))
 class Site:
     """One place where rounding happens: its Quantizer, its random words and its tally."""
 
-    def __init__(self, quantizer: Quantizer, key: Key) -> None:
+    def __init__(self, quantizer: Quantizer, key: Key, count: bool = True) -> None:
         self.quantizer = quantizer
+        self.counts_on = count or quantizer.scaling == "delayed"  # whose history lies by the sums
         # Sums of gradients, rounded again, must not draw the words that their last summand drew.
         stochastic = quantizer.stochastic
         self.key = key_tensor(key) if stochastic else None
@@ -29,6 +30,8 @@ class Site:
 
     def inputs(self, device: torch.device) -> Inputs:
         """What the operator takes for a tensor on that device; counting goes on there, without waiting."""
+        if not self.counts_on:
+            return self.quantizer.spec, self.key, None, None
         if self.counts.device != device:
             self.counts, self.sums = self.counts.to(device), self.sums.to(device)
         return self.quantizer.spec, self.key, self.counts, self.sums
