@@ -49,6 +49,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _suffix(path: Path) -> str:
-    if path.suffix not in SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
         raise ValueError(f"a file ends in {', '.join(SUFFIXES)}, got {str(path)!r}")
-    return path.suffix
+    return suffix

@@ -237,8 +237,8 @@ def test_a_bad_toml_file_is_refused_with_the_place_and_the_choices(tmp_path, tex
 @pytest.mark.parametrize(
     "text, error, match",
     [
-        ("", TypeError, "strategy file .*bad.yaml must be a table of name, .* got None"),
-        ("- fp16", TypeError, r"must be a table of name, .* got \['fp16'\]"),
+        ("", ValueError, "strategy file .*bad.yaml must hold a mapping, got NoneType"),
+        ("- fp16", ValueError, "strategy file .*bad.yaml must hold a mapping, got list"),
         ("policy: {weight: [", ValueError, "strategy file .*bad.yaml is not valid yaml: .*line 1"),
         ("!!python/object:os.system {}", ValueError, "bad.yaml is not valid yaml: could not determine"),
         ("policy:", TypeError, "policy of strategy 'bad' must be a table of weight, .* got None"),

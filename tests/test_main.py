@@ -269,7 +269,7 @@ def test_bad_input_gives_one_line_and_no_directory(name, tmp_path, monkeypatch):
     [
         ("policy.weight = 'fp17'", "bad.toml: policy.weight of strategy 'bad': "),
         ("x =", "strategy file bad.toml is not valid toml: "),
-        ("policy = {weight = 'fp16', include = 'conv*'}", "pattern 'conv*' matches none of the 5 modules"),
+        ("policy = {weight = 'fp16', include = 'conv*'}", "pattern 'conv*' matches none of the 6 modules"),
         ("optimizer.kahan = true", "bad.toml: optimizer of strategy 'bad': "),
     ],
 )
@@ -358,7 +358,7 @@ def test_bench_training_prints_a_ratio_for_both_models():
     output = run("bench", "--training", "--repeats", "1")
     title, head, *rows, step, batch = output.splitlines()
     assert title.startswith("training steps on cpu, torch threads: ") and title.endswith(", medians of 1")
-    assert head.split() == ["model", "fp32", "ms", "fp16", "ms", "ratio"]
+    assert head.split() == ["model", "fp32", "ms", "fp16", "ms", "ratio", "not", "counted", "ms", "ratio"]
     assert [row.split()[0] for row in rows] == ["resnet8", "transformer"]
     assert all(float(number) > 0 for row in rows for number in row.split()[1:])
     assert step.startswith("a step: ") and batch == (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..files import read_mapping
 from ..formats import OVERFLOWS, ROUNDINGS, as_format
 from ..optim import LowPrecision
 
@@ -253,16 +253,9 @@ def _load(name: str) -> Strategy:
 
 def _read(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix.lower() == ".toml":
-            return tomllib.loads(text)
-        import yaml
-
-        return yaml.safe_load(text)
+        return read_mapping(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot read strategy file {path}: {reason}") from None
-    except Exception as error:  # TOMLDecodeError or a YAML error, whose class needs yaml
-        raise ValueError(
-            f"strategy file {path} is not valid {path.suffix[1:]}: {' '.join(str(error).split())}"
-        ) from None
+    except ValueError as error:
+        raise ValueError(f"strategy file {error}") from None
