@@ -30,6 +30,7 @@ __all__ = [
     "pack",
     "plot",
     "quantize",
+    "scaling",
     "sum",
     "tally",
     "ulp",
@@ -47,7 +48,7 @@ _LAZY = {
     "emulate": "emulation",
     "LowPrecision": "optim",
 }
-_MODULES = ("optim", "plot", "testing")
+_MODULES = ("optim", "plot", "scaling", "testing")
 
 
 def __getattr__(name: str) -> Any:
