@@ -236,9 +236,9 @@ class LossScaler(GradScaler):
             getattr(tally, what) - getattr(before, what) for what in ("overflow", "nan", "count")
         )
         return (
-            f"the {role} of {name or '(model)'} is the first that overflows or is infinite or NaN: {overflows} "
-            f"overflows and {nans} NaNs in {count} elements of {tally.fmt}, largest finite magnitude "
-            f"{tally.amax:.3g}"
+            f"the {role} of {name or '(model)'} is the first that overflows or is infinite or NaN: "
+            f"{overflows} overflows and {nans} NaNs in {count} elements of {tally.fmt}, largest finite "
+            f"magnitude {tally.amax:.3g}"
         )
 
     def state_dict(self) -> dict[str, Any]:
