@@ -472,3 +472,11 @@ def test_channel_scaling_of_a_vector_is_tensor_scaling():
 def test_cast_refuses_delayed_scaling():
     with pytest.raises(ValueError, match="needs the steps of an emulated model; cast has no memory"):
         cast(normal(3), Quantizer("e4m3fn", scaling="delayed"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_a_compiled_cast_of_what_needs_no_gradient_gives_the_same_bits():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: cast(x, "e4m3fn", "e5m2") * 3, fullgraph=True, backend="aot_eager")
+    x = normal(50)
+    assert equal(compiled(x), cast(x, "e4m3fn") * 3)

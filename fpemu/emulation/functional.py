@@ -99,6 +99,12 @@ class Hooks(Protocol):
 
     name: str
 
+    def before(self, module: nn.Module, args: Any) -> None:
+        """As the module's forward begins."""
+
+    def restore(self, module: nn.Module) -> None:
+        """As it ends."""
+
     def product(self, product: Product, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a product that the module's forward computes."""
 

@@ -82,17 +82,21 @@ class ModuleHooks:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Put the parameters back, also after an exception, and round the outputs."""
-        self.mode.end(self)
+        self.restore(module)
         with torch._C.DisableTorchFunction():
-            if self._kept:
-                module._parameters.update(self._kept.pop())
-                refresh(module)
             roles, last, self._last = self.outputs, self._last, None
             if roles is None or output is None or not self.rounds(roles):
                 return output
             return map_tensors(
                 lambda x: x if x is last else self._cast(x, roles, "output"), output, self._unopened
             )
+
+    def restore(self, module: nn.Module) -> None:
+        """The module's forward ends: put its own parameters back."""
+        self.mode.end(self)
+        if self._kept:
+            module._parameters.update(self._kept.pop())
+            refresh(module)
 
     def _unopened(self, leaf: Any) -> None:
         if not isinstance(leaf, PLAIN):

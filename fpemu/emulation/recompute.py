@@ -17,7 +17,7 @@ DEEPEST = 100  # Python frames between a product and the checkpoint around it, a
 
 
 class Again:
-    """A function that runs in the module frames it first ran in."""
+    """A function that runs in the module frames it first ran in, their parameters rounded as they were."""
 
     def __init__(self, function: Callable[..., Any], mode: Any, frames: list[Any]) -> None:
         self.function, self.mode, self.frames = function, mode, frames
@@ -26,12 +26,13 @@ class Again:
         """As the function."""
         if self.mode.frames:
             return self.function(*args, **kwargs)
-        for frame in self.frames:
-            self.mode.begin(frame)
         try:
+            for frame in self.frames:
+                frame.hooks.before(frame.module, ())
             return self.function(*args, **kwargs)
         finally:
-            self.mode.leave()
+            for frame in reversed(self.frames):
+                frame.hooks.restore(frame.module)
 
 
 def region() -> Any:

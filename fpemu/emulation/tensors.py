@@ -27,6 +27,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, other: Callable
     """``tree`` with every tensor in it replaced, in any containers; ``other`` is told of other leaves."""
     if isinstance(tree, Tensor):
         return function(tree)
+    # torch.compile follows these, and not what comes after for tuples made within.
+    if type(tree) in (tuple, list):
+        return type(tree)([map_tensors(function, leaf, other) for leaf in tree])
+    if type(tree) is dict:
+        return {key: map_tensors(function, leaf, other) for key, leaf in tree.items()}
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         changed = copy.copy(tree)
         for field in dataclasses.fields(tree):
