@@ -471,6 +471,7 @@ def test_after_removal_the_bits_and_keys_are_those_before(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile asks, and hides it
 @pytest.mark.parametrize("name", ["perceptron", "convolutional", "decoder", "mixer", "experts"])
 def test_a_compiled_model_gives_the_bits_of_an_eager_one(name):
     model = made(name)

@@ -169,6 +169,8 @@ class Functional(TorchFunctionMode):
         if function in COMPOSITES:
             with self:
                 return COMPOSITES[function](*args, **kwargs)
+        if function is Tensor.unflatten and torch.compiler.is_compiling():
+            return torch.unflatten(args[0], args[1], args[2:] if len(args) > 3 else args[2])
         if function not in PRODUCTS or not self.frames:
             return function(*args, **kwargs)
         if not torch.compiler.is_compiling():
