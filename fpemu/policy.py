@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from .files import read_mapping, write_mapping
 from .formats import Format, as_format
@@ -243,7 +244,7 @@ def _rules(rules: Any) -> tuple[tuple[Pattern, Policy | None], ...]:
 def _matching(pattern: Pattern, modules: dict[str, nn.Module]) -> set[str]:
     """Names of the modules that a pattern matches, and of all that is in those."""
     if pattern in ENDS:
-        layers = [name for name, module in modules.items() if _has_matrix(module)]
+        layers = [name.partition(".parametrizations")[0] for name, m in modules.items() if has_matrix(m)]
         found = set(layers[:1] if pattern == ":first" else layers[-1:])
     else:
         found = {name for name, module in modules.items() if _matches(pattern, name, module)}
@@ -259,8 +260,10 @@ def _matching(pattern: Pattern, modules: dict[str, nn.Module]) -> set[str]:
     return {name for name in modules if any(part in found for part in _prefixes(name))}
 
 
-def _has_matrix(module: nn.Module) -> bool:
-    return any(p is not None and p.dim() >= 2 for p in module._parameters.values())
+def has_matrix(module: nn.Module) -> bool:
+    """Whether a module has a parameter of two dimensions or more, or one that is still to get its shape."""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    return any(isinstance(p, UninitializedParameter) or p.dim() >= 2 for p in parameters)
 
 
 def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..policy import Policy, modules_of, unwrapped
+from ..policy import Policy, has_matrix, modules_of, unwrapped
 from ..quantizer import Quantizer
 from ..random import Key
 from ..stats import Tally
@@ -96,13 +96,14 @@ class Emulation:
             for name, hooks in self.hooks.items()
             for what, why in hooks.skipped.items()
         }
+        skipped |= self.root.skipped
         if self.every_op is not None:
             skipped |= self.every_op.skipped
         if self.root.called or any(hooks.called for hooks in self.hooks.values()):
             skipped |= {
                 name: "its forward was never called"
                 for name, hooks in self.hooks.items()
-                if hooks.sites and not hooks.called and not hooks.read
+                if name and hooks.sites and not hooks.called and not hooks.read
             }
         return Report(self.tallies(), skipped)
 
@@ -125,7 +126,7 @@ class Emulation:
         """
         if not self._handles:
             raise RuntimeError("the emulation is removed; audit the model before remove()")
-        found = audit(self.model, self.hooks, self.root, inputs, named)
+        found = audit(self.model, self.hooks, self.root, self.every_op, inputs, named)
         if strict and found.uncovered:
             raise RuntimeError(f"{len(found.uncovered)} matrix products are not covered:\n{found}")
         return found
@@ -168,6 +169,10 @@ def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None, count: 
         raise TypeError(f"emulate needs a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(policy, Policy):
         raise TypeError(f"emulate needs a Policy, for example Policy(weight='fp16'), got {policy!r}")
+    if key is not None and not isinstance(key, Key):
+        raise TypeError(f"key must be a fpemu.Key, for example fpemu.Key(0), got {key!r}")
+    if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+        raise TypeError("torch.jit modules take no hooks; emulate the module that they were made from")
     key = Key(0) if key is None else key
     whole, model = model, unwrapped(model)
     mode = Functional()
@@ -182,7 +187,9 @@ def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None, count: 
     every_op = None
     if policy.every_op is not None:
         every_op = EveryOp(policy.every_op, policy.except_ops, key.fold_in("every_op"), count)
-    return Emulation(whole, model, hooks, RootHook(mode, [*hooks.values()], inputs), every_op)
+    sites = [site for one in hooks.values() for site in one.sites.values()] + ([inputs] if inputs else [])
+    mode.sites = [site for site in sites if site.changes]
+    return Emulation(whole, model, hooks, RootHook(mode, inputs), every_op)
 
 
 def _has_forward(name: str, module: nn.Module) -> bool:
@@ -228,10 +235,8 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    parameters = [p for m in module.modules() for p in m._parameters.values()]
-    return any(p is not None and p.dim() >= 2 for p in parameters) and not isinstance(
-        module, (nn.Embedding, nn.EmbeddingBag, nn.RNNBase)
-    )
+    tables = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase)
+    return any(has_matrix(m) for m in module.modules()) and not isinstance(module, tables)
 
 
 def _tie(model: nn.Module, hooks: dict[str, ModuleHooks]) -> None:

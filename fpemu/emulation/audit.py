@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..columns import aligned
 from ..quantizer import quantizer_of
+from .every_op import EveryOp
 from .functional import Functional
 from .hooks import ModuleHooks, RootHook
 
@@ -119,17 +120,19 @@ def audit(
     model: nn.Module,
     hooks: dict[str, ModuleHooks],
     root: RootHook,
+    every_op: EveryOp | None,
     inputs: tuple[Any, ...],
     named: dict[str, Any],
 ) -> Audit:
     """See `Emulation.audit`."""
-    watch = Watch(next(iter(hooks.values())).mode)
-    with kept(model, hooks, root):
+    everywhere = None if every_op is None else every_op.quantizer.format.name
+    watch = Watch(root.mode, everywhere)
+    given = [x for x in tree_leaves((inputs, named)) if isinstance(x, Tensor)]
+    with kept(model, hooks, root, every_op, given):
         for parameter in model.parameters():
             watch.mark(parameter, Mark("weight", None))
-        for x in tree_leaves((inputs, named)):
-            if isinstance(x, Tensor):
-                watch.mark(x, Mark("input", None))
+        for x in given:
+            watch.mark(x, Mark("input", None))
         with torch.enable_grad(), watch:
             outputs = tree_leaves(model(*inputs, **named))
         results = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
@@ -139,7 +142,8 @@ def audit(
                 watch.mark(gradient, Mark("gradient", None))
             with watch:
                 torch.autograd.backward(results, gradients)
-    return Audit(tuple(watch.rows), _roles(hooks, root))
+    roles = _roles(hooks, root)
+    return Audit(tuple(watch.rows), roles if every_op is None else roles | {"activation", "gradient"})
 
 
 def _roles(hooks: dict[str, ModuleHooks], root: RootHook) -> frozenset[str]:
@@ -151,12 +155,23 @@ def _roles(hooks: dict[str, ModuleHooks], root: RootHook) -> frozenset[str]:
 
 
 @contextmanager
-def kept(model: nn.Module, hooks: dict[str, ModuleHooks], root: RootHook) -> Iterator[None]:
+def kept(
+    model: nn.Module,
+    hooks: dict[str, ModuleHooks],
+    root: RootHook,
+    every_op: EveryOp | None,
+    given: list[Tensor],
+) -> Iterator[None]:
     """Put back what a pass changes: gradients, buffers, tallies, keys and the state of torch's generator."""
-    gradients = {p: p.grad for p in model.parameters()}
-    buffers = {b: b.detach().clone() for b in model.buffers()}
+    gradients = {p: p.grad for p in (*model.parameters(), *given) if p.is_leaf}
+    buffers = [
+        (m, n, b, b.detach().clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None
+    ]
     sites = [site for one in hooks.values() for site in one.sites.values()]
     sites += [] if root.inputs is None else [root.inputs]
+    operations = {} if every_op is None else dict(every_op.sites)
+    sites += operations.values()
+    begun = list(root.mode._begun)
     states = [(site, dict(site.__dict__), site.counts.clone(), site.sums.clone()) for site in sites]
     flags = [(one, one.called, one.read, dict(one.skipped)) for one in hooks.values()]
     called = root.called
@@ -169,8 +184,11 @@ def kept(model: nn.Module, hooks: dict[str, ModuleHooks], root: RootHook) -> Ite
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer.copy_(value)
+        root.mode._begun[:] = begun
+        if every_op is not None:
+            every_op.sites = operations
         for site, state, counts, sums in states:
             site.__dict__.update(state)
             site.counts.copy_(counts)
@@ -183,9 +201,10 @@ def kept(model: nn.Module, hooks: dict[str, ModuleHooks], root: RootHook) -> Ite
 class Watch(TorchDispatchMode):
     """Follows by their memory which tensors hold rounded numbers, and lists matrix products."""
 
-    def __init__(self, mode: Functional) -> None:
+    def __init__(self, mode: Functional, everywhere: str | None) -> None:
         super().__init__()
         self.mode = mode
+        self.everywhere = everywhere  # the format that every operation's result is rounded to
         self.rows: list[ProductRow] = []
         self._marks: dict[int, Mark] = {}
         self._alive: list[Any] = []  # so that no memory is used twice
@@ -242,6 +261,9 @@ class Watch(TorchDispatchMode):
 
     def _follow(self, op: Any, name: str, args: Any, result: Any, given: Mark | None, role: str) -> None:
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
+        read = [mark for x in tree_leaves(args) if (mark := self.of(x)) is not None]
+        if read and all(mark.role == "weight" for mark in read):
+            role = "weight"  # computed from parameters alone
         if op.namespace == "fpemu":
             known = self.of(args[0])
             given = Mark(known.role if known else role, quantizer_of(args[1]).format.name)
@@ -250,7 +272,7 @@ class Watch(TorchDispatchMode):
         for x in outputs:
             if aliases == {False} and not written:
                 continue  # a view: the same memory
-            self.mark(x, given if given is not None else Mark(role, None))
+            self.mark(x, given if given is not None else Mark(role, self.everywhere))
 
 
 def _tensors(x: Any) -> list[Any]:

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_leaves
 
 from ..quantizer import Quantizer
@@ -29,7 +34,12 @@ SILENT = {
 }
 
 
-COPIES = ("aten.clone", "aten.copy_", "aten._to_copy", "aten.lift_fresh")
+NOTHING_COMPUTED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "clone copy_ _to_copy lift_fresh empty empty_like empty_strided new_empty new_empty_strided".split()
+    )
+)
 
 
 class EveryOp(TorchDispatchMode):
@@ -55,11 +65,8 @@ class EveryOp(TorchDispatchMode):
     def start(self) -> None:
         """Begin to round."""
         self.__enter__()
-        for register, paused in (
-            (register_optimizer_step_pre_hook, True),
-            (register_optimizer_step_post_hook, False),
-        ):
-            self._handles.append(register(lambda *_, paused=paused: setattr(self, "paused", paused)))
+        self._handles.append(register_optimizer_step_pre_hook(self._pause))
+        self._handles.append(register_optimizer_step_post_hook(self._go_on))
 
     def stop(self) -> None:
         """End it. A second call does nothing."""
@@ -67,10 +74,42 @@ class EveryOp(TorchDispatchMode):
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            self.__exit__(None, None, None)
+            modes = []  # entered later, and staying
+            while self in _get_current_dispatch_mode_stack() and (mode := _pop_mode()) is not self:
+                modes.append(mode)
+            for mode in reversed(modes):
+                _push_mode(mode)
+
+    def _pause(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Before an optimizer's step. Its closure computes the model's loss, which is rounded."""
+        self.paused = True
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], self._rounding(args[1]), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, kwargs | {"closure": self._rounding(kwargs["closure"])}
+        return None
+
+    def _go_on(self, *_: Any) -> None:
+        self.paused = False
+
+    def _rounding(self, closure: Any) -> Any:
+        def rounded() -> Any:
+            self.paused = False
+            try:
+                return closure()
+            finally:
+                self.paused = True
+
+        return rounded
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Before each forward of the model but a recomputed one: new words from here on."""
+        self.paused = False  # also after a step that failed
+        if self not in _get_current_dispatch_mode_stack():
+            raise RuntimeError(
+                "every_op no longer rounds: a mode that was entered before emulate() was left before "
+                "remove(); leave them in the order of a stack"
+            )
         if torch._C._current_graph_task_id() != -1:
             return
         self.step += 1
@@ -86,7 +125,8 @@ class EveryOp(TorchDispatchMode):
         result = op(*args, **kwargs)
         if self.paused or self._is_exempt(op):
             return result
-        for x in tree_leaves(result):
+        written = result if op._schema.returns else _written(op, args)
+        for x in tree_leaves(written):
             if isinstance(x, Tensor):
                 self._round(x, op)
         for place in SILENT.get(op, ()):
@@ -103,7 +143,7 @@ class EveryOp(TorchDispatchMode):
             )
             name = op._schema.name.replace("::", ".")
             excepted = any(fnmatchcase(name, pattern) for pattern in self.except_ops)
-            self._exempt[op] = view or excepted or name in COPIES or op.namespace == "fpemu"
+            self._exempt[op] = view or excepted or name in NOTHING_COMPUTED or op.namespace == "fpemu"
         return self._exempt[op]
 
     def _round(self, x: Tensor, op: Any) -> None:
@@ -119,3 +159,9 @@ class EveryOp(TorchDispatchMode):
                 site.key[2] += self.step
             self.sites[name] = site
         x.detach().copy_(cast_at(x.detach(), self.sites[name], None))
+
+
+def _written(op: Any, args: Any) -> list[Any]:
+    """What an operation that returns nothing writes to, as ``_foreach_mul_`` does."""
+    known = zip(op._schema.arguments, args, strict=False)
+    return [x for argument, x in known if argument.alias_info is not None and argument.alias_info.is_write]

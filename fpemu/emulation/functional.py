@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .recompute import remember
+from .sites import Site
 
 
 class Product(NamedTuple):
@@ -77,7 +78,21 @@ def _products() -> dict[Any, Product]:
 
 
 PRODUCTS = _products()
-FUSED = ("attention", "bilinear")
+FUSED = ("attention",)
+
+# Their result holds numbers of a parameter, moved: what another module's parameter is read through.
+READS = {
+    Tensor.T.__get__,  # type: ignore[attr-defined]
+    Tensor.mT.__get__,  # type: ignore[attr-defined]
+    Tensor.__getitem__,
+    F.embedding,
+    *(
+        getattr(owner, name)
+        for name in "t transpose permute reshape unsqueeze squeeze flatten chunk split unbind".split()
+        for owner in (Tensor, torch)
+    ),
+    *(getattr(Tensor, name) for name in "view expand contiguous".split()),
+}
 
 
 def _opened(function: types.FunctionType) -> types.FunctionType:
@@ -108,6 +123,9 @@ class Hooks(Protocol):
     def product(self, product: Product, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a product that the module's forward computes."""
 
+    def read_rounded(self, args: Any) -> tuple[Any, ...]:
+        """The arguments, parameters of other modules rounded."""
+
     def like(self, module: nn.Module) -> Hooks | None:
         """The hooks of another module."""
 
@@ -127,6 +145,8 @@ class Functional(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.frames: list[Frame] = []
+        self.sites: list[Site] = []  # that a new step changes
+        self._begun: list[str] = []  # the outermost modules whose forwards ran in this step
         self._caller: Any = None  # the Python frame that runs the outermost forward
         self.fused: str | None = None  # the product that runs now, if torch may compute several in it
 
@@ -137,6 +157,19 @@ class Functional(TorchFunctionMode):
             if not torch.compiler.is_compiling():
                 self._caller = sys._getframe(2)
         self.frames.append(frame)
+
+    def count_step(self, name: str) -> None:
+        """A forward of an outermost module begins: if it is not its first, a new step does.
+
+        A recomputation within a backward pass belongs to the step of its forward.
+        """
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            return
+        if name in self._begun:
+            self._begun.clear()
+            for site in self.sites:
+                site.next_step()
+        self._begun.append(name)
 
     def end(self, hooks: Hooks) -> None:
         """It ends; of a forward that did not begin, as its pre-hooks failed, nothing happens."""
@@ -171,8 +204,10 @@ class Functional(TorchFunctionMode):
                 return COMPOSITES[function](*args, **kwargs)
         if function is Tensor.unflatten and torch.compiler.is_compiling():
             return torch.unflatten(args[0], args[1], args[2:] if len(args) > 3 else args[2])
-        if function not in PRODUCTS or not self.frames:
+        if not self.frames or (function not in PRODUCTS and function not in READS):
             return function(*args, **kwargs)
+        if function in READS:
+            return function(*self.frames[-1].hooks.read_rounded(args), **kwargs)
         if not torch.compiler.is_compiling():
             remember(self)
         product = PRODUCTS[function]

@@ -41,7 +41,7 @@ class ModuleHooks:
         self.skipped: dict[str, str] = {}
         self._kept: list[dict[str, nn.Parameter | None]] = []
         self._watched: dict[str, tuple[Tensor, Any]] = {}
-        self._last: Tensor | None = None  # what a product of its own was rounded to last
+        self._last: tuple[Tensor, int] | None = None  # what a product of its own was rounded to, its version
 
     def rounds(self, roles: Roles) -> bool:
         """Whether one of the roles is set."""
@@ -60,6 +60,8 @@ class ModuleHooks:
     def before(self, module: nn.Module, args: Any) -> None:
         """Put rounded parameters in the places of the module's own, for the time of its forward."""
         self.called = True
+        if self.name and not self.mode.frames:
+            self.mode.count_step(self.name)
         began = (False, None) if torch.compiler.is_compiling() else (torch.is_grad_enabled(), region())
         self.mode.begin(Frame(self, module, *began))
         if self.outputs == OF_WEIGHT or not module._parameters:
@@ -74,10 +76,13 @@ class ModuleHooks:
                 self.skipped["weight gradient"] = "it is sparse"
         kept = dict(module._parameters)
         self._kept.append(kept)
+        computed = _computed(module)
         for name, parameter in kept.items():
-            if parameter is not None:
+            if parameter is not None and not any(name.startswith(f"{base}_") for base in computed):
                 rounded: Any = self.tied.get(name, self)._cast(parameter, OF_WEIGHT, name)
                 module._parameters[name] = rounded
+        for name in computed:
+            setattr(module, name, self._cast(getattr(module, name), OF_WEIGHT, name))
         refresh(module)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -88,7 +93,7 @@ class ModuleHooks:
             if roles is None or output is None or not self.rounds(roles):
                 return output
             return map_tensors(
-                lambda x: x if x is last else self._cast(x, roles, "output"), output, self._unopened
+                lambda x: x if _is(x, last) else self._cast(x, roles, "output"), output, self._unopened
             )
 
     def restore(self, module: nn.Module) -> None:
@@ -104,14 +109,18 @@ class ModuleHooks:
 
     def product(self, product: Product, function: Any, args: Any, kwargs: Any) -> Any:
         """A product that the module's forward computes, of rounded parameters, and rounded itself."""
-        args, kwargs = self._parameters_rounded(args), {k: self._one(x) for k, x in kwargs.items()}
-        result = multiply(product, function, args, kwargs, self.sites)
+        args, kwargs = self.read_rounded(args), {k: self._one(x) for k, x in kwargs.items()}
+        result = multiply(product, function, args, kwargs, self.sites, self.skipped)
         if not self.own_products or not isinstance(result, Tensor):
             return result
-        self._last = self._cast(result, OF_MODULE, product.name)
-        return self._last
+        rounded = self._cast(result, OF_MODULE, product.name)
+        if isinstance(out := kwargs.get("out"), Tensor):
+            return out.copy_(rounded)
+        self._last = rounded, _version(rounded)
+        return rounded
 
-    def _parameters_rounded(self, args: Any) -> tuple[Any, ...]:
+    def read_rounded(self, args: Any) -> tuple[Any, ...]:
+        """The arguments of a function, parameters of other modules rounded as those modules'."""
         return tuple(type(x)(map(self._one, x)) if type(x) in (tuple, list) else self._one(x) for x in args)
 
     def _one(self, x: Any) -> Any:
@@ -168,34 +177,51 @@ def refresh(module: nn.Module) -> None:
         module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
 
 
+def _computed(module: nn.Module) -> list[str]:
+    """Weights that older hooks of torch, of pruning say, compute from parameters before each forward."""
+    parameters = module._parameters
+    return [
+        name
+        for name, value in module.__dict__.items()
+        if isinstance(value, Tensor) and (f"{name}_orig" in parameters or f"{name}_v" in parameters)
+    ]
+
+
+def _version(x: Tensor) -> int:
+    return -1 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def _is(x: Tensor, last: tuple[Tensor, int] | None) -> bool:
+    """Whether it is that tensor, and nothing was written to it since."""
+    return last is not None and x is last[0] and _version(x) == last[1]
+
+
 class RootHook:
-    """Before each forward of the whole model: fresh random words, and its inputs rounded.
+    """Before each forward of the whole model: a new step's random words, and its inputs rounded."""
 
-    A recomputation in it draws the same words.
-    """
-
-    def __init__(self, mode: Functional, hooks: list[ModuleHooks], inputs: Site | None) -> None:
+    def __init__(self, mode: Functional, inputs: Site | None) -> None:
         self.mode, self.inputs = mode, inputs
-        sites = [site for hook in hooks for site in hook.sites.values()]
-        self.sites = [site for site in (*sites, inputs) if site is not None and site.changes]
         self.called = False
+        self.skipped: dict[str, str] = {}
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """As a forward pre-hook of the model."""
         if not torch.compiler.is_compiling():
             self.mode.leave_interrupted()
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-            if self.called:
-                for site in self.sites:
-                    site.next_step()
-            self.called = True
-        # else within a backward pass: a checkpoint runs the whole model again
+        self.called = True
+        if not self.mode.frames:
+            self.mode.count_step("")
         if self.inputs is None:
             return None
         return map_tensors(self._round, (args, kwargs), lambda leaf: None)
 
     def _round(self, x: Tensor) -> Tensor:
-        return x if unsuitable(x) is not None else cast_at(x, self.inputs, None)
+        reason = unsuitable(x)
+        if reason is None:
+            return cast_at(x, self.inputs, None)
+        if reason:
+            self.skipped["input"] = reason
+        return x
 
 
 class GradientHook:

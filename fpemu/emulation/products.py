@@ -19,15 +19,19 @@ from .sites import Site, cast_at
 from .tensors import unsuitable
 
 
-def multiply(product: Product, function: Any, args: Any, kwargs: Any, sites: dict[str, Site]) -> Any:
+def multiply(
+    product: Product, function: Any, args: Any, kwargs: Any, sites: dict[str, Site], skipped: dict[str, str]
+) -> Any:
     """``function(*args, **kwargs)`` with its factors rounded for each product, where a role says so."""
     if not any(role in sites for role in OPERANDS):
         return function(*args, **kwargs)
     if product.name == "attention":
-        return attention(*args, sites=sites, **kwargs)
+        return attention(*args, sites=sites, skipped=skipped, **kwargs)
     factors: list[Any] = []
     product.change(args, kwargs, lambda number, x: factors.append(x))
-    if len(factors) != 2 or any(unsuitable(x) is not None for x in factors):
+    reasons = [reason for x in factors if (reason := unsuitable(x)) is not None]
+    if len(factors) != 2 or reasons:
+        skipped[f"factors of {product.name}"] = reasons[0] if reasons else f"there are {len(factors)} of them"
         return function(*args, **kwargs)
     a, w = factors
     return _product(_Call(product, function, args, kwargs), a, w, sites)
@@ -44,6 +48,13 @@ class _Call:
         args, kwargs = self.product.change(self.args, self.kwargs, lambda number, _: (a, w)[number])
         return self.function(*args, **kwargs)
 
+    def has_rest(self) -> bool:
+        """Whether another tensor of the call, a bias say, gets a gradient."""
+        numbers: list[Any] = []
+        self.product.change(self.args, self.kwargs, lambda number, x: numbers.append(x))
+        others = (x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor))
+        return any(x.requires_grad and not any(x is factor for factor in numbers) for x in others)
+
     def without_rest(self) -> _Call:
         """The same call, whose other tensors get no gradient."""
         args = tuple(_detached(x) for x in self.args)
@@ -57,19 +68,23 @@ def _detached(x: Any) -> Any:
 def _product(call: _Call, a: Tensor, w: Tensor, sites: dict[str, Site]) -> Any:
     forward = cast_at(a, sites.get("forward_a"), None), cast_at(w, sites.get("forward_w"), None)
     if _same(sites, "forward_a", "wgrad_a") and _same(sites, "forward_w", "dgrad_w"):
-        if _same(sites, "dgrad_g", "wgrad_g"):
-            return cast_at(call(*forward), None, sites.get("dgrad_g"))
+        if _same(sites, "dgrad_g", "wgrad_g") and not ("dgrad_g" in sites and call.has_rest()):
+            return _gradient_cast(call(*forward), sites.get("dgrad_g"))
     # The value comes from one product, and the gradient of each factor is that of a product of its own.
     value = call(*(x.detach() for x in forward))
     branches = [value]
     rest = call.without_rest()
     if a.requires_grad:
         fixed = cast_at(w.detach(), sites.get("dgrad_w"), None)
-        branches.append(cast_at(rest(a, fixed), None, sites.get("dgrad_g")))
+        branches.append(_gradient_cast(rest(a, fixed), sites.get("dgrad_g")))
     if w.requires_grad:
         fixed = cast_at(a.detach(), sites.get("wgrad_a"), None)
-        branches.append(cast_at(rest(fixed, w), None, sites.get("wgrad_g")))
+        branches.append(_gradient_cast(rest(fixed, w), sites.get("wgrad_g")))
     return _First.apply(*branches)
+
+
+def _gradient_cast(y: Tensor, site: Site | None) -> Tensor:
+    return cast_at(y, None, site) if unsuitable(y) is None else y  # autocast makes half of it
 
 
 def _same(sites: dict[str, Site], *roles: str) -> bool:
@@ -108,18 +123,19 @@ def attention(
     enable_gqa: bool = False,
     *,
     sites: dict[str, Site],
+    skipped: dict[str, str],
 ) -> Tensor:
     """F.scaled_dot_product_attention as its definition has it, its two products with formats of their own."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
     factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     matmul = PRODUCTS[torch.matmul]
-    scores = multiply(matmul, torch.matmul, (query * factor, key.transpose(-2, -1)), {}, sites)
+    scores = multiply(matmul, torch.matmul, (query * factor, key.transpose(-2, -1)), {}, sites, skipped)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    weights = F.dropout(scores.softmax(-1), dropout_p)
-    return multiply(matmul, torch.matmul, (weights, value), {}, sites)
+    weights = F.dropout(torch._safe_softmax(scores, -1), dropout_p)  # rows that are masked altogether give 0
+    return multiply(matmul, torch.matmul, (weights, value), {}, sites, skipped)
