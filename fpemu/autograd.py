@@ -239,10 +239,9 @@ class _EagerCast(torch.autograd.Function):
 
 def round_with_gradient(*inputs: Any) -> Tensor:
     """`_Cast` of its nine inputs: a tensor, then spec, key, counts, sums forward, and the same backward."""
-    if torch.compiler.is_compiling() and not inputs[0].requires_grad:
-        return _apply(
-            *inputs[:5]
-        )  # torch.compile gives such a Function's forward a context that it takes not
+    if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and inputs[0].requires_grad):
+        # No Function is needed, and torch.compile would pass _Cast.forward a context, which it does not take.
+        return _apply(*inputs[:5])
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _Cast.apply(*inputs)
     return _EagerCast.apply(*inputs)

@@ -291,6 +291,19 @@ def test_functional_products_compile_without_a_break(backend, before):
     assert equal(gradients(model, compiled, x), plain)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_products_with_a_format_for_each_factor_compile_without_gradients(mode):
+    model, x = nn.Linear(5, 3), normal(4, 5)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    policy = Policy(forward_a="e4m3fn", forward_w="e3m2", dgrad_w="e4m3fn", wgrad_a="e5m2")
+    with emulate(model, policy):
+        expected = model(x)
+    with mode(), emulate(compiled, policy):
+        assert torch.equal(compiled(x), expected)
+
+
 def test_functional_products_under_vmap_and_grad():
     model, x = Block(), normal(3, 4, 4)
     weights = {name: p.detach() for name, p in model.named_parameters()}

@@ -267,7 +267,7 @@ def mixer_by_hand(w, x):
 
 
 class Experts(nn.Module):
-    """Each token goes to two experts; to the last one goes none, to the one before never all."""
+    """Each token goes to two experts; to the last one goes none."""
 
     def __init__(self):
         super().__init__()
@@ -482,3 +482,17 @@ def test_a_compiled_model_gives_the_bits_of_an_eager_one(name):
         expected = trained(name, model, parameters)
     with emulate(compiled, POLICY):
         assert equal(trained(name, compiled, parameters), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile asks, and hides it
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["perceptron", "decoder"])
+def test_a_compiled_model_gives_the_same_bits_without_gradients(name, mode):
+    model, inputs = made(name).eval(), ZOO[name].make_inputs(0)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with emulate(model, POLICY):
+        expected = model(*inputs).detach()
+    with mode(), emulate(compiled, POLICY):
+        assert equal([compiled(*inputs)], [expected])

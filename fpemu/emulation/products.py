@@ -72,6 +72,8 @@ def _product(call: _Call, a: Tensor, w: Tensor, sites: dict[str, Site]) -> Any:
             return _gradient_cast(call(*forward), sites.get("dgrad_g"))
     # The value comes from one product, and the gradient of each factor is that of a product of its own.
     value = call(*(x.detach() for x in forward))
+    if not torch.is_grad_enabled():
+        return value
     branches = [value]
     rest = call.without_rest()
     if a.requires_grad:
