@@ -151,3 +151,19 @@ def test_an_audit_after_removal_or_without_gradients():
     emulation.remove()
     with pytest.raises(RuntimeError, match="the emulation is removed; audit the model before remove"):
         emulation.audit(normal(2, 4))
+
+
+def test_a_buffer_that_a_forward_replaces_is_put_back():
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + x.mean().detach()
+            return self.linear(x)
+
+    with emulate(Average(), WAG) as emulation:
+        emulation.audit(torch.ones(3, 2))
+    assert emulation.model.mean == 0

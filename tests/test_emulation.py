@@ -1085,3 +1085,18 @@ def test_without_counts_the_bits_are_the_same(policy):
         assert any(t.count for t in emulation.tallies().values()) == count
     assert all(map(equal, *results))
     assert "nothing was counted" in str(emulation.report())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_scripted_models_and_keys_of_another_kind_are_refused():
+    with pytest.raises(TypeError, match=r"key must be a fpemu.Key, for example fpemu.Key\(0\), got 5"):
+        emulate(nn.Linear(2, 2), EVERYTHING, key=5)
+    scripted = torch.jit.trace(nn.Linear(2, 2), normal(1, 2))
+    with pytest.raises(TypeError, match="take no hooks; emulate the module that they were made from"):
+        emulate(scripted, EVERYTHING)
+
+
+def test_inputs_that_cannot_be_rounded_are_listed():
+    with emulate(nn.Identity(), Policy(input="e4m3fn")) as emulation:
+        emulation.model(normal(2).double())
+    assert emulation.report().skipped == {"input": "dtype torch.float64"}

@@ -141,3 +141,68 @@ def test_it_goes_with_other_roles_and_with_low_precision_weights():
             F.cross_entropy(net(x), torch.arange(8) % 3).backward()
             optimizer.step()
     assert all(is_representable(p.detach().numpy(), "fp16").all() for p in net.parameters())
+
+
+def values(x):
+    return bool(is_representable(x.detach().numpy(), "e4m3fn").all())
+
+
+def test_a_closure_is_rounded_and_what_follows_a_failed_step():
+    net, seen = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with emulate(net, Policy(every_op="e4m3fn")):
+
+        def closure():
+            optimizer.zero_grad()
+            y = net(torch.ones(3, 4))
+            y.square().mean().backward()
+            seen.extend([values(y), values(net.weight.grad)])
+            return y.sum()
+
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        seen.append(values(net(torch.ones(3, 4))))
+    assert seen == [True] * 5
+
+
+def test_emulations_end_in_any_order():
+    x = normal(50)
+    first = emulate(nn.Identity(), Policy(every_op="e2m1"))
+    second = emulate(nn.Identity(), Policy(every_op="bf16"))
+    first.remove()
+    assert torch.equal(x * 1.1, quantize(x * 1.1, "bf16"))
+    second.remove()
+    assert not values(x * 1.1)
+
+
+def test_a_mode_left_out_of_order_is_an_error_and_not_silence():
+    outer = Seen("fp16")
+    net = nn.Identity()
+    with outer:
+        emulation = emulate(net, Policy(every_op="fp16"))
+    with pytest.raises(RuntimeError, match="every_op no longer rounds: a mode that was entered"):
+        net(normal(3))
+    emulation.remove()
+    while torch.utils._python_dispatch._len_torch_dispatch_stack():
+        torch.utils._python_dispatch._pop_mode()
+
+
+def test_operations_on_lists_are_rounded_and_empty_memory_is_not_counted():
+    with emulate(nn.Identity(), Policy(every_op="e4m3fn")) as emulation:
+        several = [normal(4), normal(5)]
+        torch._foreach_mul_(several, 1.1)
+        torch.empty(1000)
+    assert all(map(values, several))
+    assert ("aten.empty", "every_op") not in emulation.tallies()
+
+
+def test_an_audit_knows_what_every_op_rounds_and_counts_nothing():
+    net, x = model(), normal(8, 1, 8, 8).requires_grad_()
+    with emulate(net, Policy(every_op="fp16", weight="fp16", input="fp16")) as emulation:
+        found = emulation.audit(x)
+        assert emulation.tallies()["", "input"].count == 0
+        assert not any(role == "every_op" for _, role in emulation.tallies())
+    assert x.grad is None
+    assert [row.op for row in found.uncovered] == []

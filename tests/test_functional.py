@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from fpemu import Key, Policy, Quantizer, cast, emulate, quantize
@@ -382,3 +384,164 @@ def test_two_models_are_rounded_each_by_its_policy():
         assert torch.equal(second(x), b)
         assert torch.equal(first(x), a)
     assert not torch.equal(a, b)
+
+
+# Found by attacks.
+
+
+READS = {
+    "T": lambda e: e.weight.T,
+    "t": lambda e: e.weight.t(),
+    "transpose": lambda e: e.weight.transpose(0, 1),
+    "slice": lambda e: e.weight[:11].t(),
+    "permute": lambda e: e.weight.view(11, 4).permute(1, 0),
+}
+
+
+CASES = [(name, False) for name in READS]
+# Compiled, an attribute such as T is not seen; the page on limitations says so.
+CASES += [(name, True) for name in READS if name != "T"]
+
+
+@pytest.mark.parametrize("name, compiled", CASES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile asks, and hides it
+def test_another_modules_weight_is_read_rounded_through_views(name, compiled):
+    class Head(Tied):
+        def forward(self, tokens):
+            return self.embedding(tokens) @ READS[name](self.embedding)
+
+    model, tokens = Head(), torch.arange(10)
+    torch._dynamo.reset()
+    with emulate(model, Policy(weight="e4m3fn")) as emulation:
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        table = quantize(model.embedding.weight.detach(), "e4m3fn")
+        assert torch.equal(run(tokens), table[tokens] @ table.T)
+        assert emulation.audit(tokens).uncovered == ()
+
+
+def test_what_is_written_to_a_product_before_it_is_returned_is_rounded():
+    class Adds(nn.Module):
+        def forward(self, x):
+            y = x @ x.T
+            y += 0.1
+            return y
+
+    with emulate(Adds(), WAG) as emulation:
+        y = emulation.model(normal(3, 4))
+    assert torch.equal(y, quantize(y.detach(), "e4m3fn"))
+
+
+def test_a_product_with_out_is_rounded_in_place():
+    class Out(nn.Module):
+        def forward(self, x):
+            out = torch.empty(3, 3)
+            return torch.matmul(x, x, out=out) is out, out.clone()
+
+    with emulate(Out(), WAG) as emulation, torch.no_grad():
+        same, y = emulation.model(normal(3, 3))
+    assert same and torch.equal(y, quantize(normal(3, 3) @ normal(3, 3), "e4m3fn"))
+
+
+def test_rows_masked_altogether_attend_to_nothing():
+    class Masked(nn.Module):
+        def forward(self, q, mask):
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    mask[0] = False
+    with emulate(Masked(), Policy(forward_a="fp32", forward_w="fp32")) as emulation:
+        y = emulation.model(normal(1, 1, 3, 4), mask)
+    assert torch.equal(y[0, 0, 0], torch.zeros(4)) and y.isfinite().all()
+
+
+@pytest.mark.parametrize("wgrad", ["e2m1", "e3m2"])
+def test_a_bias_gets_its_gradient_unrounded_by_the_formats_of_factors(wgrad):
+    model, g = nn.Linear(4, 3), normal(5, 3)
+    with emulate(model, Policy(dgrad_g="e2m1", wgrad_g=wgrad)):
+        model(normal(5, 4)).backward(g)
+    assert torch.equal(model.bias.grad, g.sum(0))
+
+
+def test_factors_that_cannot_be_rounded_are_listed():
+    half = nn.Linear(4, 4).bfloat16()
+    with emulate(half, Policy(forward_a="e4m3fn")) as emulation:
+        half(normal(2, 4).bfloat16())
+    assert emulation.report().skipped == {"factors of linear": "dtype torch.bfloat16"}
+
+    class Three(nn.Module):
+        def forward(self, x):
+            return torch.einsum("ij,jk,kl->il", x, x, x)
+
+    with emulate(Three(), Policy(forward_a="e4m3fn")) as emulation:
+        emulation.model(normal(3, 3))
+    assert emulation.report().skipped == {"factors of einsum": "there are 3 of them"}
+
+
+def test_under_autocast_the_factors_of_the_forward_are_rounded_still():
+    model = nn.Linear(4, 4)
+    fp16 = dict.fromkeys(("forward_a", "forward_w", "dgrad_g", "wgrad_g"), "fp16")
+    with emulate(model, Policy(**fp16)) as emulation, torch.autocast("cpu", torch.bfloat16):
+        model(normal(2, 4)).float().sum().backward()
+    assert emulation.tallies()["", "forward_w"].count == 16
+
+
+def test_a_training_loop_that_calls_parts_draws_new_words_each_step():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = nn.Identity(), nn.Identity()
+
+    model, x = Whole(), normal(1000)
+    random = Quantizer("e4m3fn", rounding="stochastic")
+    with emulate(model, Policy(activation=random)):
+        first = model.encoder(x), model.decoder(x)
+        second = model.encoder(x), model.decoder(x)
+    assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda m: prune.l1_unstructured(m, "weight", 0.5),
+        lambda m: nn.utils.spectral_norm(m).eval(),
+    ],
+    ids=["pruned", "spectral"],
+)
+def test_weights_that_hooks_compute_are_rounded_as_computed(norm):
+    model = nn.Linear(4, 4, bias=False)
+    norm(model)
+    x = normal(2, 4)
+    model(x)
+    weight = model.weight.detach().clone()
+    with emulate(model, Policy(weight="e2m1")) as emulation:
+        y = model(x)
+        rows = [row for row in emulation.audit(x).products if row.op == "aten.mm" and row.phase == "forward"]
+        assert [f.fmt for row in rows for f in row.factors if f.role == "weight"] == ["e2m1"]
+    assert torch.equal(y, F.linear(x, quantize(weight, "e2m1")))
+    assert torch.equal(model(x), F.linear(x, weight))
+
+
+def test_two_threads_at_once_are_refused_and_nothing_is_left_behind():
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            if threading.current_thread() is not threading.main_thread():
+                entered.set()
+                assert go_on.wait(60)
+            return x
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Waits(), nn.Linear(4, 4)), normal(2, 4)
+    parameters = list(model.parameters())
+    with emulate(model, WAG), torch.no_grad():
+        expected, found = model(x), []
+        thread = threading.Thread(target=lambda: found.append(model(x)))
+        thread.start()
+        assert entered.wait(60)
+        with pytest.raises(RuntimeError, match="runs in two threads at once; make a copy for each thread"):
+            model(x)
+        go_on.set()
+        thread.join()
+        assert torch.equal(found[0], expected)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))

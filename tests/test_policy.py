@@ -326,3 +326,12 @@ def test_a_function_cannot_be_written(tmp_path):
     with pytest.raises(TypeError, match="a file cannot hold the function '<lambda>'; give names or types"):
         Policy(weight="fp16", include=lambda name, module: True).save(tmp_path / "p.toml")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_layer_may_be_parametrized_or_lazy():
+    parametrized = nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    chosen = Policy(weight="fp16", exclude=":last").roles_by_module(parametrized)
+    assert [name for name, roles in chosen.items() if roles] == ["", "0"]
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyLinear(3))
+    chosen = Policy(weight="fp16", exclude=":last").roles_by_module(lazy)
+    assert [name for name, roles in chosen.items() if roles] == ["", "0"]

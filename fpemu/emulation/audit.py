@@ -129,8 +129,8 @@ def audit(
     watch = Watch(root.mode, everywhere)
     given = [x for x in tree_leaves((inputs, named)) if isinstance(x, Tensor)]
     with kept(model, hooks, root, every_op, given):
-        for parameter in model.parameters():
-            watch.mark(parameter, Mark("weight", None))
+        for kept_by_model in (*model.parameters(), *model.buffers()):
+            watch.mark(kept_by_model, Mark("weight", None))
         for x in given:
             watch.mark(x, Mark("input", None))
         with torch.enable_grad(), watch:
@@ -139,7 +139,7 @@ def audit(
         if results:
             gradients = [torch.ones_like(x) for x in results]
             for gradient in gradients:
-                watch.mark(gradient, Mark("gradient", None))
+                watch.mark(gradient, Mark("gradient", everywhere))
             with watch:
                 torch.autograd.backward(results, gradients)
     roles = _roles(hooks, root)

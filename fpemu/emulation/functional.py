@@ -7,6 +7,7 @@ mode is entered by the outermost module's hook and left by it, so nothing outsid
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
@@ -130,6 +131,9 @@ class Hooks(Protocol):
         """The hooks of another module."""
 
 
+THREADS = "an emulated model runs in two threads at once; make a copy for each thread"
+
+
 class Frame(NamedTuple):
     """A module whose forward runs, its hooks, and what was so when it began."""
 
@@ -147,6 +151,7 @@ class Functional(TorchFunctionMode):
         self.frames: list[Frame] = []
         self.sites: list[Site] = []  # that a new step changes
         self._begun: list[str] = []  # the outermost modules whose forwards ran in this step
+        self._thread = 0
         self._caller: Any = None  # the Python frame that runs the outermost forward
         self.fused: str | None = None  # the product that runs now, if torch may compute several in it
 
@@ -155,7 +160,9 @@ class Functional(TorchFunctionMode):
         if not self.frames:
             self.__enter__()
             if not torch.compiler.is_compiling():
-                self._caller = sys._getframe(2)
+                self._caller, self._thread = sys._getframe(2), threading.get_ident()
+        elif self.elsewhere():
+            raise RuntimeError(THREADS)
         self.frames.append(frame)
 
     def count_step(self, name: str) -> None:
@@ -170,6 +177,12 @@ class Functional(TorchFunctionMode):
             for site in self.sites:
                 site.next_step()
         self._begun.append(name)
+
+    def elsewhere(self) -> bool:
+        """Whether a forward runs in another thread."""
+        if torch.compiler.is_compiling() or not self.frames:
+            return False
+        return self._thread != threading.get_ident()
 
     def end(self, hooks: Hooks) -> None:
         """It ends; of a forward that did not begin, as its pre-hooks failed, nothing happens."""
@@ -188,6 +201,8 @@ class Functional(TorchFunctionMode):
 
     def leave_interrupted(self) -> None:
         """End forwards that an interrupt, for which torch calls no hooks, broke off."""
+        if self.elsewhere():
+            raise RuntimeError(THREADS)
         running: Any = sys._getframe(1) if self.frames else None
         while running is not None and running is not self._caller:
             running = running.f_back

@@ -98,6 +98,8 @@ class ModuleHooks:
 
     def restore(self, module: nn.Module) -> None:
         """The module's forward ends: put its own parameters back."""
+        if self.mode.elsewhere():
+            return
         self.mode.end(self)
         if self._kept:
             module._parameters.update(self._kept.pop())

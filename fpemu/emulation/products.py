@@ -29,7 +29,8 @@ def multiply(
         return attention(*args, sites=sites, skipped=skipped, **kwargs)
     factors: list[Any] = []
     product.change(args, kwargs, lambda number, x: factors.append(x))
-    reasons = [reason for x in factors if (reason := unsuitable(x)) is not None]
+    found = [unsuitable(x) for x in factors]
+    reasons = [reason for reason in found if reason is not None]
     if len(factors) != 2 or reasons:
         skipped[f"factors of {product.name}"] = reasons[0] if reasons else f"there are {len(factors)} of them"
         return function(*args, **kwargs)
@@ -48,12 +49,12 @@ class _Call:
         args, kwargs = self.product.change(self.args, self.kwargs, lambda number, _: (a, w)[number])
         return self.function(*args, **kwargs)
 
-    def has_rest(self) -> bool:
-        """Whether another tensor of the call, a bias say, gets a gradient."""
-        numbers: list[Any] = []
-        self.product.change(self.args, self.kwargs, lambda number, x: numbers.append(x))
-        others = (x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor))
-        return any(x.requires_grad and not any(x is factor for factor in numbers) for x in others)
+    def has_rest(self, a: Tensor, w: Tensor) -> bool:
+        """Whether a tensor of the call other than its factors, a bias say, gets a gradient."""
+        for x in (*self.args, *self.kwargs.values()):
+            if isinstance(x, Tensor) and x.requires_grad and x is not a and x is not w:
+                return True
+        return False
 
     def without_rest(self) -> _Call:
         """The same call, whose other tensors get no gradient."""
@@ -68,7 +69,7 @@ def _detached(x: Any) -> Any:
 def _product(call: _Call, a: Tensor, w: Tensor, sites: dict[str, Site]) -> Any:
     forward = cast_at(a, sites.get("forward_a"), None), cast_at(w, sites.get("forward_w"), None)
     if _same(sites, "forward_a", "wgrad_a") and _same(sites, "forward_w", "dgrad_w"):
-        if _same(sites, "dgrad_g", "wgrad_g") and not ("dgrad_g" in sites and call.has_rest()):
+        if _same(sites, "dgrad_g", "wgrad_g") and not ("dgrad_g" in sites and call.has_rest(a, w)):
             return _gradient_cast(call(*forward), sites.get("dgrad_g"))
     # The value comes from one product, and the gradient of each factor is that of a product of its own.
     value = call(*(x.detach() for x in forward))
