@@ -9,6 +9,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
 
 from fpemu import Key, Policy, Quantizer, emulate
 
@@ -86,11 +87,31 @@ def check(kind, name, emulate_first):
     assert torch.equal(step(whole, data[rank]), step(plain, data[rank]))
 
 
+def check_compiled():
+    """A parametrized model, wrapped, compiled and emulated."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = torch.randn(world, 5, 8, generator=torch.Generator().manual_seed(1)) * 0.3
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4)))
+    eager, whole = nets[0], torch.compile(DistributedDataParallel(nets[1]), backend="aot_eager")
+    with emulate(eager, POLICIES["nearest"]), emulate(nets[1], POLICIES["nearest"]):
+        assert torch.equal(step(eager, data[rank]), step(whole, data[rank])), "compiled outputs"
+        summed = [gradient.clone() for gradient in gradients(eager)]
+        for gradient in summed:
+            dist.all_reduce(gradient)
+        for got, wanted in zip(gradients(nets[1]), summed, strict=True):
+            assert torch.equal(got, wanted / world), "compiled gradients"
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for policy in POLICIES:
         for first in (True, False):
             check(sys.argv[1], policy, first)
+    if sys.argv[1] == "ddp":
+        check_compiled()
     dist.barrier()
     dist.destroy_process_group()
