@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from .files import read_mapping, write_mapping
 from .formats import Format, as_format
+from .patterns import Pattern, as_patterns, check_pattern, matching, modules_of, read_pattern, written_pattern
 from .quantizer import Quantizer, as_quantizer
 
 OPERANDS = ("forward_a", "forward_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_a")
 ROLES = ("weight", "activation", "gradient", "weight_gradient", *OPERANDS)
 WHOLE = ("input", "every_op")  # roles of the whole model
-ENDS = (":first", ":last")
-Pattern = str | type | Callable[[str, nn.Module], bool]
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class Policy:
         for role in (*ROLES, *WHOLE):
             object.__setattr__(self, role, as_quantizer(getattr(self, role)))
         for name in ("include", "exclude"):
-            object.__setattr__(self, name, _patterns(getattr(self, name), name))
+            object.__setattr__(self, name, as_patterns(getattr(self, name), name))
         object.__setattr__(self, "rules", _rules(self.rules))
         several = (self.except_ops,) if isinstance(self.except_ops, str) else tuple(self.except_ops)
         object.__setattr__(self, "except_ops", several)
@@ -103,12 +99,12 @@ class Policy:
             ValueError: a pattern matches no module.
         """
         modules = modules_of(model)
-        matching = {pattern: _matching(pattern, modules) for pattern in self.patterns()}
+        found = {pattern: matching(pattern, modules) for pattern in self.patterns()}
         chosen = {}
         for name in modules:
-            rule = next((policy for pattern, policy in self.rules if name in matching[pattern]), self)
-            included = any(name in matching[p] for p in self.include)
-            excluded = any(name in matching[p] for p in self.exclude)
+            rule = next((policy for pattern, policy in self.rules if name in found[pattern]), self)
+            included = any(name in found[p] for p in self.include)
+            excluded = any(name in found[p] for p in self.exclude)
             here = rule is not None and (rule is not self or (included and not excluded))
             chosen[name] = rule.roles() if here else {}
         return chosen
@@ -128,12 +124,12 @@ class Policy:
             if (quantizer := getattr(self, role)) is not None:
                 written[role] = _written_quantizer(quantizer)
         if self.include != ("*",):
-            written["include"] = [_written_pattern(p) for p in self.include]
+            written["include"] = [written_pattern(p) for p in self.include]
         if self.exclude:
-            written["exclude"] = [_written_pattern(p) for p in self.exclude]
+            written["exclude"] = [written_pattern(p) for p in self.exclude]
         if self.rules:
             written["rules"] = [
-                {"pattern": _written_pattern(pattern)}
+                {"pattern": written_pattern(pattern)}
                 | ({} if policy is None else {"policy": policy.to_dict()})
                 for pattern, policy in self.rules
             ]
@@ -158,9 +154,9 @@ class Policy:
         for name in ("include", "exclude"):
             if name in read:
                 several = [read[name]] if isinstance(read[name], (str, Mapping)) else read[name]
-                read[name] = [_read_pattern(pattern) for pattern in several]
+                read[name] = [read_pattern(pattern) for pattern in several]
         read["rules"] = [
-            (_read_pattern(rule["pattern"]), cls.from_dict(rule["policy"]) if "policy" in rule else None)
+            (read_pattern(rule["pattern"]), cls.from_dict(rule["policy"]) if "policy" in rule else None)
             for rule in read.get("rules", ())
         ]
         return cls(**read)
@@ -184,46 +180,6 @@ class Policy:
         return cls.from_dict(read_mapping(Path(path)))
 
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in what torch.compile, DistributedDataParallel or DataParallel made of it."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
-
-
-def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """``named_modules``, whose names leave out what wraps a module; of wrapper and wrapped, the latter."""
-    names = {}
-    for name, module in model.named_modules():
-        names[".".join(part for part in name.split(".") if part not in WRAPPERS)] = module
-    return names
-
-
-def _patterns(value: Any, name: str) -> tuple[Pattern, ...]:
-    several = isinstance(value, Iterable) and not isinstance(value, (str, type, nn.Module))
-    patterns = tuple(value) if several else (value,)
-    for pattern in patterns:
-        _check_pattern(pattern, name, value)
-    return patterns
-
-
-def _check_pattern(pattern: Any, name: str, value: Any) -> None:
-    if isinstance(pattern, nn.Module) or not (isinstance(pattern, (str, type)) or callable(pattern)):
-        raise TypeError(
-            f"{name} must be a module type, a pattern of names or a function of name and module, or several, "
-            f"got {value!r}"
-        )
-    if isinstance(pattern, str) and pattern.startswith(":") and pattern not in ENDS:
-        raise ValueError(f"unknown pattern {pattern!r}; choose from {', '.join(ENDS)}, or give names")
-
-
 def _rules(rules: Any) -> tuple[tuple[Pattern, Policy | None], ...]:
     pairs = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
     checked = []
@@ -231,7 +187,7 @@ def _rules(rules: Any) -> tuple[tuple[Pattern, Policy | None], ...]:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], (Policy, type(None))):
             raise TypeError(f"a rule is a pair of a pattern and a Policy, or None, got {pair!r}")
         pattern, policy = pair
-        _check_pattern(pattern, "the pattern of a rule", pattern)
+        check_pattern(pattern, "the pattern of a rule", pattern)
         if policy is not None and (policy.patterns() != ["*"] or policy.input or policy.every_op):
             raise ValueError(
                 "the Policy of a rule sets roles of single modules only, without include, exclude, rules, "
@@ -239,42 +195,6 @@ def _rules(rules: Any) -> tuple[tuple[Pattern, Policy | None], ...]:
             )
         checked.append((pattern, policy))
     return tuple(checked)
-
-
-def _matching(pattern: Pattern, modules: dict[str, nn.Module]) -> set[str]:
-    """Names of the modules that a pattern matches, and of all that is in those."""
-    if pattern in ENDS:
-        layers = [name.partition(".parametrizations")[0] for name, m in modules.items() if has_matrix(m)]
-        found = set(layers[:1] if pattern == ":first" else layers[-1:])
-    else:
-        found = {name for name, module in modules.items() if _matches(pattern, name, module)}
-    if not found:
-        some = [f"{name!r} ({type(module).__name__})" for name, module in modules.items()]
-        more = f" and {len(some) - 8} more" if len(some) > 8 else ""
-        raise ValueError(
-            f"pattern {pattern!r} matches none of the {len(modules)} modules: {', '.join(some[:8])}{more}; "
-            "patterns are module types, functions, or fnmatch patterns on these names"
-        )
-    if "" in found:
-        return set(modules)
-    return {name for name in modules if any(part in found for part in _prefixes(name))}
-
-
-def has_matrix(module: nn.Module) -> bool:
-    """Whether a module has a parameter of two dimensions or more, or one that is still to get its shape."""
-    parameters = [p for p in module._parameters.values() if p is not None]
-    return any(isinstance(p, UninitializedParameter) or p.dim() >= 2 for p in parameters)
-
-
-def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
-    if isinstance(pattern, str):
-        return fnmatchcase(name, pattern)
-    return isinstance(module, pattern) if isinstance(pattern, type) else bool(pattern(name, module))
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _written_quantizer(quantizer: Quantizer) -> Any:
@@ -300,24 +220,3 @@ def _read_quantizer(written: Mapping[str, Any]) -> Quantizer | Format:
     fmt = written["format"]
     options = {name: value for name, value in written.items() if name != "format"}
     return Quantizer(Format(**fmt) if isinstance(fmt, Mapping) else fmt, **options)
-
-
-def _written_pattern(pattern: Pattern) -> Any:
-    if isinstance(pattern, str):
-        return pattern
-    if isinstance(pattern, type):
-        return {"type": f"{pattern.__module__}:{pattern.__qualname__}"}
-    raise TypeError(
-        f"a file cannot hold the function {getattr(pattern, '__name__', pattern)!r}; "
-        "give names or types instead"
-    )
-
-
-def _read_pattern(written: Any) -> Any:
-    if not isinstance(written, Mapping):
-        return written
-    module, _, name = written["type"].partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found

@@ -24,7 +24,7 @@ LAYERS = [
     ["quantize"],
     ["codes", "arithmetic", "blocks", "matmul", "stats"],
     ["testing"],
-    ["quantizer"],  # L3
+    ["quantizer", "patterns"],  # L3
     ["policy", "autograd"],
     ["emulation.sites", "emulation.tensors", "emulation.report"],
     ["emulation.recompute", "emulation.every_op"],

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..policy import Policy, has_matrix, modules_of, unwrapped
+from ..patterns import has_matrix, modules_of, unwrapped
+from ..policy import Policy
 from ..quantizer import Quantizer
 from ..random import Key
 from ..stats import Tally
