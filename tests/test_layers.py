@@ -24,7 +24,7 @@ LAYERS = [
     ["quantize"],
     ["codes", "arithmetic", "blocks", "matmul", "stats"],
     ["testing"],
-    ["quantizer", "patterns"],  # L3
+    ["quantizer", "patterns", "shards", "updates"],  # L3
     ["policy", "autograd"],
     ["emulation.sites", "emulation.tensors", "emulation.report"],
     ["emulation.recompute", "emulation.every_op"],
