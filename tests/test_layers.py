@@ -23,6 +23,10 @@ LAYERS = [
     ["arrays"],  # L2
     ["quantize"],
     ["codes", "arithmetic", "blocks", "matmul", "stats"],
+    ["testing.report", "testing.inputs", "testing.calls"],
+    ["testing.exact"],
+    ["testing.randomness", "testing.strategies"],
+    ["testing.conformance"],
     ["testing"],
     ["quantizer", "patterns", "shards", "updates"],  # L3
     ["policy", "autograd"],
