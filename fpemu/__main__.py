@@ -100,8 +100,8 @@ def ablate(
 
     from .experiments.ablate import ablate as compare
     from .experiments.ablate import table
+    from .experiments.settings import Settings
     from .experiments.strategies import STRATEGIES, load_strategies
-    from .experiments.train import Settings
 
     with _bad_input():
         chosen = load_strategies(strategies or ",".join(STRATEGIES))

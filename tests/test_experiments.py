@@ -78,14 +78,14 @@ def test_a_built_in_strategy_is_what_a_policy_and_a_file_take(name):
     ],
 )
 def test_bits_per_parameter_add_up_what_is_kept(name, plain, with_momentum):
-    assert STRATEGIES[name].bits_per_parameter(momentum=False) == plain
-    assert STRATEGIES[name].bits_per_parameter(momentum=True) == with_momentum
+    assert STRATEGIES[name].bits_per_parameter(0) == plain
+    assert STRATEGIES[name].bits_per_parameter(1) == with_momentum
 
 
 def test_bits_per_parameter_count_a_master_copy_and_the_state_in_their_formats():
     master = Strategy("m", {"weight": "fp16"}, {"weight": "fp16", "state": "e5m2", "master": True})
-    assert master.bits_per_parameter(momentum=False) == 16 + 32 + 32
-    assert master.bits_per_parameter(momentum=True) == 16 + 32 + 8 + 32
+    assert master.bits_per_parameter(0) == 16 + 32 + 32
+    assert master.bits_per_parameter(1) == 16 + 32 + 8 + 32
 
 
 TOML = """
@@ -358,7 +358,9 @@ def test_fashion_mnist_trains(fashion):
 @pytest.mark.parametrize("spec", ["", "mnist", "digits:here", "fashion-mnist", "fashion-mnist:", "Digits"])
 def test_unknown_data_is_refused_with_the_choices(spec):
     for refuses in (parse_data, load_data, Settings):
-        with pytest.raises(ValueError, match=f"unknown data '{spec}'; choose digits or fashion-mnist:DIR"):
+        with pytest.raises(
+            ValueError, match=f"unknown data '{spec}'; choose digits, pydoc or fashion-mnist:DIR"
+        ):
             refuses(spec)
 
 
@@ -630,8 +632,7 @@ def trained(monkeypatch) -> list[tuple[str, int]]:
         runs.append((strategy.name, seed))
         return train(strategy, settings, seed, data)
 
-    # As an attribute of the package, "ablate" is the function.
-    monkeypatch.setattr(sys.modules["fpemu.experiments.ablate"], "train", spy)
+    monkeypatch.setattr(sys.modules["fpemu.experiments.runs"], "train", spy)
     return runs
 
 

@@ -233,7 +233,7 @@ BAD = {
     "missing strategy file": (["ablate", "--strategies", "gone.toml"], "cannot read strategy file gone.toml"),
     "unknown data": (
         ["ablate", "--data", "mnist"],
-        "unknown data 'mnist'; choose digits or fashion-mnist:DIR",
+        "unknown data 'mnist'; choose digits, pydoc or fashion-mnist:DIR",
     ),
     "missing data": (
         ["ablate", "--data", "fashion-mnist:gone"],
