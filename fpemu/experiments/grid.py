@@ -14,7 +14,7 @@ from .models import build
 from .result import Result, Run
 from .runs import finish
 from .settings import Settings
-from .strategies import Strategy
+from .strategies import Strategy, check_names
 from .train import check_model
 
 Scale = float | Literal["dynamic"] | None
@@ -163,6 +163,7 @@ def ablate_grid(
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds!r}")
     strategies = list(strategies)
+    check_names(strategies)
     model = build(settings.model, 64, 2, (8, 8))
     for strategy in strategies:
         check_model(strategy, model)

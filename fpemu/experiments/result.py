@@ -33,7 +33,7 @@ class Result:
         settings: The settings.
         seed: Of the initial weights, the order of the batches and the random rounding.
         accuracy: Share of the test images classified, or of the test texts' characters foretold, right.
-        train_loss: Mean over the first 4096 images or texts of the training set after the last step, for each
+        train_loss: Mean over the first 2048 images or texts of the training set after the last step, for each
             image or character; only the weights are rounded.
         losses: Mean loss of the steps of each epoch.
         gradients: Tally of the activation gradients of one pass over the same after the last step.

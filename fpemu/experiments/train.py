@@ -19,7 +19,7 @@ from .settings import Settings
 from .strategies import Strategy
 
 FIRST_SCALE = 2.0**16  # where torch's GradScaler starts
-SAMPLE = 4096  # images or texts that are looked at after training, of the training set
+SAMPLE = 2048  # images or texts that are looked at after training, of the training set
 _AT_ONCE = 2048  # images or texts in a forward without a backward
 
 
