@@ -8,6 +8,7 @@ import math
 import pickle
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -1100,3 +1101,62 @@ def test_inputs_that_cannot_be_rounded_are_listed():
     with emulate(nn.Identity(), Policy(input="e4m3fn")) as emulation:
         emulation.model(normal(2).double())
     assert emulation.report().skipped == {"input": "dtype torch.float64"}
+
+
+# Stopping and going on
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(weight=STOCHASTIC, activation=STOCHASTIC, gradient=STOCHASTIC, weight_gradient=STOCHASTIC),
+        Policy(activation=Quantizer("e4m3fn", scaling="delayed"), input=STOCHASTIC),
+        Policy(every_op=Quantizer("fp16", rounding="stochastic")),
+    ],
+    ids=["roles", "delayed", "every op"],
+)
+def test_an_emulation_goes_on_from_its_state_with_the_same_bits_and_counts(policy):
+    inputs = [normal(3, 4, seed=seed) for seed in range(6)]
+    whole, first, second = (perceptron() for _ in range(3))
+
+    def outputs(model, inputs):
+        found = []
+        for x in inputs:
+            model.zero_grad()
+            y = model(x)
+            y.sum().backward()
+            found += [y.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+        return found
+
+    with emulate(whole, policy, key=Key(5)) as emulation:
+        expected = outputs(whole, inputs)
+        counted = emulation.tallies()
+    with emulate(first, policy, key=Key(5)) as emulation:
+        got = outputs(first, inputs[:2])
+        state = emulation.state_dict()
+        outputs(first, inputs[4:])  # what comes later does not change it
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    with emulate(second, policy, key=Key(5)) as emulation:
+        emulation.load_state_dict(torch.load(buffer, weights_only=True))
+        got += outputs(second, inputs[2:])
+        tallies = emulation.tallies()
+    assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert tallies == counted and all(np.array_equal(tallies[w].sums, counted[w].sums) for w in counted)
+
+
+def test_a_state_of_other_roles_or_another_rounding_is_refused():
+    model = perceptron()
+    with emulate(model, Policy(weight="fp16")) as emulation:
+        state = emulation.state_dict()
+    with (
+        emulate(model, Policy(weight="fp16", activation="fp16")) as emulation,
+        pytest.raises(ValueError, match=r"only one of the two rounds the activation of 0"),
+    ):
+        emulation.load_state_dict(state)
+    with (
+        emulate(model, Policy(weight=Quantizer("fp16", rounding="stochastic"))) as emulation,
+        pytest.raises(ValueError, match="needs a state_dict of the same rounding"),
+    ):
+        emulation.load_state_dict(state)

@@ -24,7 +24,7 @@ from fpemu.experiments import STRATEGIES, Data, Result, Settings, Strategy, load
 from fpemu.experiments import ablate as compare
 from fpemu.experiments.ablate import table
 from fpemu.experiments.data import parse_data
-from fpemu.experiments.models import mlp
+from fpemu.experiments.models import build, mlp
 from fpemu.experiments.train import batches, evaluate, gradient_tally
 
 TINY = Settings(lr=0.1, batch=128, epochs=2)
@@ -78,14 +78,14 @@ def test_a_built_in_strategy_is_what_a_policy_and_a_file_take(name):
     ],
 )
 def test_bits_per_parameter_add_up_what_is_kept(name, plain, with_momentum):
-    assert STRATEGIES[name].bits_per_parameter(momentum=False) == plain
-    assert STRATEGIES[name].bits_per_parameter(momentum=True) == with_momentum
+    assert STRATEGIES[name].bits_per_parameter(0) == plain
+    assert STRATEGIES[name].bits_per_parameter(1) == with_momentum
 
 
 def test_bits_per_parameter_count_a_master_copy_and_the_state_in_their_formats():
     master = Strategy("m", {"weight": "fp16"}, {"weight": "fp16", "state": "e5m2", "master": True})
-    assert master.bits_per_parameter(momentum=False) == 16 + 32 + 32
-    assert master.bits_per_parameter(momentum=True) == 16 + 32 + 8 + 32
+    assert master.bits_per_parameter(0) == 16 + 32 + 32
+    assert master.bits_per_parameter(1) == 16 + 32 + 8 + 32
 
 
 TOML = """
@@ -358,7 +358,9 @@ def test_fashion_mnist_trains(fashion):
 @pytest.mark.parametrize("spec", ["", "mnist", "digits:here", "fashion-mnist", "fashion-mnist:", "Digits"])
 def test_unknown_data_is_refused_with_the_choices(spec):
     for refuses in (parse_data, load_data, Settings):
-        with pytest.raises(ValueError, match=f"unknown data '{spec}'; choose digits or fashion-mnist:DIR"):
+        with pytest.raises(
+            ValueError, match=f"unknown data '{spec}'; choose digits, pydoc or fashion-mnist:DIR"
+        ):
             refuses(spec)
 
 
@@ -619,6 +621,165 @@ def test_a_diverged_result_survives_json_with_nan_as_nan(digits):
     assert math.isnan(back.train_loss) and same_result(back, result)
 
 
+# Other models, and other ways to train them
+
+
+def test_texts_of_pydoc_are_followed_by_their_next_characters():
+    from pydoc_data.topics import topics
+
+    data = load_data("pydoc")
+    assert data.shape is None and data.inputs == 64
+    x, y = torch.cat([data.train_x, data.test_x]), torch.cat([data.train_y, data.test_y])
+    assert x.dtype == y.dtype == torch.int64
+    text = "\n".join(content for _, content in sorted(topics.items()))
+    assert len(text) - 65 < x.numel() <= len(text) - 1
+    assert torch.equal(x.flatten()[1:], y.flatten()[:-1])
+    characters = list(dict.fromkeys(text))
+    assert "".join(characters[i] for i in x[:50].flatten().tolist()) == text[: 50 * 64]
+    assert data.classes == len(set(text[: x.numel() + 1]))
+    assert 0 <= len(x) // 10 - len(data.test_x) < 1
+
+
+@pytest.fixture(scope="module")
+def texts() -> Data:
+    """Some of pydoc's."""
+    data = load_data("pydoc")
+    return Data(data.train_x[:160], data.train_y[:160], data.test_x[:20], data.test_y[:20])
+
+
+@pytest.mark.parametrize("model", ["gru", "transformer"])
+@pytest.mark.parametrize("name", ["fp32", "fp16-stochastic"])
+def test_models_of_text_learn(model, name, texts):
+    settings = Settings("pydoc", 0.003, 0, 16, 2, model, "adam", warmup=10)
+    result = train(STRATEGIES[name], settings, 0, texts)
+    assert result.steps == 20 and result.losses[1] < result.losses[0] < math.log(texts.classes)
+    # The most frequent character, the space, is a third of the text.
+    spaces = float((texts.test_y == texts.test_y.flatten().mode().values).float().mean())
+    assert spaces - 0.02 < result.accuracy < 0.6
+    assert 2 < result.train_loss < 3.5
+
+
+def test_resnet8_learns_digits_as_images(digits):
+    settings = Settings(lr=0.1, momentum=0.9, batch=64, epochs=2, model="resnet8")
+    for name in ("fp32", "fp16-kahan"):
+        assert train(STRATEGIES[name], settings, 0, digits).accuracy > 0.9
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_warmup_adam_and_a_limit_of_steps_are_plain_torch_bit_for_bit(optimizer, digits):
+    momentum = 0.9 if optimizer == "sgd" else 0.0
+    settings = Settings(
+        lr=0.01, momentum=momentum, batch=128, epochs=9, optimizer=optimizer, warmup=7, steps=17
+    )
+    result = train(STRATEGIES["fp32"], settings, 2, digits)
+    model = mlp(64, 10, seed=2)
+    if optimizer == "sgd":
+        theirs = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    else:
+        theirs = torch.optim.Adam(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: min(1.0, (step + 1) / 7))
+    order = torch.Generator().manual_seed(2)
+    both = [*batches(digits, 128, order), *batches(digits, 128, order)][:17]
+    losses = []
+    for x, y in both:
+        theirs.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        theirs.step()
+        schedule.step()
+        losses.append(loss.detach())
+    assert result.steps == 17
+    assert result.losses == (float(sum(losses[:12])) / 12, float(sum(losses[12:])) / 5)
+    assert (result.accuracy, result.train_loss) == evaluate(model, STRATEGIES["fp32"], digits)
+    assert result.bytes == 26122 * (12 if optimizer == "sgd" else 16)
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_statistics_of_batch_normalization_are_values_of_their_format(rounding, digits, tmp_path):
+    settings = Settings(lr=0.1, batch=256, epochs=1, model="resnet8")
+    strategy = Strategy("rounded", statistics={"format": "bf16", "rounding": rounding})
+    models = {}
+    for one in (STRATEGIES["fp32"], strategy):
+        path = tmp_path / f"{one.name}.pt"
+        train(one, settings, 0, digits, checkpoint=path, every=6)
+        models[one.name] = torch.load(path, weights_only=True)["state"]["model"]
+    for name, rounded in models["rounded"].items():
+        plain = models["fp32"][name]
+        if name.endswith(("running_mean", "running_var")):
+            assert torch.equal(rounded, rounded.to(torch.bfloat16).float()), name
+            assert not torch.equal(plain, rounded)
+            assert torch.allclose(plain, rounded, rtol=0.1, atol=0.01)
+        else:
+            assert torch.equal(plain, rounded), name  # training reads the statistics of the batch
+
+
+def test_evaluation_reads_running_statistics_and_changes_none(digits):
+    settings = Settings(lr=0.1, batch=256, epochs=1, model="resnet8")
+    model = build("resnet8", 64, 10, (8, 8))
+    for x, _ in batches(digits, settings.batch):
+        model(x)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    whole = evaluate(model, STRATEGIES["fp32"], digits)
+    gradient_tally(model, STRATEGIES["fp32"], 1.0, digits, 256)
+    half = dataclasses.replace(digits, test_x=digits.test_x[::2], test_y=digits.test_y[::2])
+    other = dataclasses.replace(digits, test_x=digits.test_x[1::2], test_y=digits.test_y[1::2])
+    parts = [evaluate(model, STRATEGIES["fp32"], data)[0] for data in (half, other)]
+    assert sum(parts) / 2 == pytest.approx(whole[0])
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.training
+
+
+def test_statistics_of_a_model_without_any_are_refused(digits):
+    with pytest.raises(ValueError, match="'x' rounds statistics, but the model has no batch normalization"):
+        train(Strategy("x", statistics="fp16"), TINY, 0, digits)
+    with pytest.raises(ValueError, match="statistics of strategy 'x' are kept unscaled; leave scaling out"):
+        Strategy("x", statistics={"format": "fp16", "scaling": "tensor"})
+    with pytest.raises(ValueError, match=r"statistics of strategy 'x': .*'fp17'"):
+        Strategy("x", statistics="fp17")
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"model": "vgg"}, "unknown model 'vgg'; choose from mlp, resnet8, gru, transformer"),
+        ({"optimizer": "lion"}, "unknown optimizer 'lion'; choose from sgd, adam"),
+        ({"model": "gru"}, "model gru takes text: pydoc; got data 'digits'"),
+        ({"data": "pydoc"}, "model mlp takes images: digits or fashion-mnist:DIRECTORY; got data 'pydoc'"),
+        ({"optimizer": "adam", "momentum": 0.9}, "momentum is for sgd, adam has betas of its own; got"),
+        ({"warmup": -1}, "warmup must be at least 0, got -1"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        Settings(**changes)
+
+
+def test_unpacked_files_of_fashion_mnist_are_read_too(fashion):
+    packed = load_data(f"fashion-mnist:{fashion}")
+    for name in (IMAGES, LABELS, TEST_LABELS):
+        path = fashion / name
+        path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+        path.unlink()
+    data = load_data(f"fashion-mnist:{fashion}")
+    assert data.shape == packed.shape == (2, 3)
+    for name in ("train_x", "train_y", "test_x", "test_y"):
+        assert torch.equal(getattr(data, name), getattr(packed, name))
+
+
+def test_a_set_larger_than_a_part_is_evaluated_as_one(digits, monkeypatch):
+    model = mlp(64, 10)
+    whole = evaluate(model, STRATEGIES["fp32"], digits)
+    module = sys.modules["fpemu.experiments.train"]
+    monkeypatch.setattr(module, "_AT_ONCE", 100)
+    assert evaluate(model, STRATEGIES["fp32"], digits) == pytest.approx(whole)
+    monkeypatch.setattr(module, "SAMPLE", 500)
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(digits.train_x[:500]), digits.train_y[:500])
+    assert evaluate(model, STRATEGIES["fp32"], digits)[1] == pytest.approx(float(loss))
+    assert gradient_tally(model, STRATEGIES["fp32"], 1.0, digits, 100).count == 500 * (4 * 128 + 10)
+
+
 # Comparison
 
 
@@ -630,8 +791,7 @@ def trained(monkeypatch) -> list[tuple[str, int]]:
         runs.append((strategy.name, seed))
         return train(strategy, settings, seed, data)
 
-    # As an attribute of the package, "ablate" is the function.
-    monkeypatch.setattr(sys.modules["fpemu.experiments.ablate"], "train", spy)
+    monkeypatch.setattr(sys.modules["fpemu.experiments.runs"], "train", spy)
     return runs
 
 

@@ -42,9 +42,13 @@ LAYERS = [
     ["plot"],
     ["report"],
     ["__init__"],  # the public names: of the package, only programs import these
-    ["experiments.strategies", "experiments.data", "experiments.models"],  # L5
+    ["experiments.strategies", "experiments.data", "experiments.models", "experiments.checkpoint"],  # L5
+    ["experiments.settings"],
+    ["experiments.result"],
     ["experiments.train"],
-    ["experiments.ablate"],
+    ["experiments.runs"],
+    ["experiments.grid_figure"],
+    ["experiments.ablate", "experiments.grid"],
     ["experiments"],
     ["bench", "doctor"],
     ["bench_training"],

@@ -14,6 +14,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from pyarrow import parquet
 from typer.testing import CliRunner
 
 import fpemu
@@ -233,7 +234,7 @@ BAD = {
     "missing strategy file": (["ablate", "--strategies", "gone.toml"], "cannot read strategy file gone.toml"),
     "unknown data": (
         ["ablate", "--data", "mnist"],
-        "unknown data 'mnist'; choose digits or fashion-mnist:DIR",
+        "unknown data 'mnist'; choose digits, pydoc or fashion-mnist:DIR",
     ),
     "missing data": (
         ["ablate", "--data", "fashion-mnist:gone"],
@@ -246,6 +247,27 @@ BAD = {
     "momentum": (["ablate", "--momentum", "1"], "momentum must be at least 0 and below 1, got 1.0"),
     "batch": (["ablate", "--batch", "0"], "batch must be at least 1, got 0"),
     "epochs": (["ablate", "--epochs", "0"], "epochs must be at least 1, got 0"),
+    "steps": (["ablate", "--steps", "0"], "steps must be at least 1, got 0"),
+    "warm-up": (["ablate", "--warmup", "-1"], "warmup must be at least 0, got -1"),
+    "warm-up of the grid": (["ablate", "--grid", "--warmup", "-1"], "warmup must be at least 0, got -1"),
+    "unknown model": (["ablate", "--model", "vgg"], "unknown model 'vgg'; choose from mlp, resnet8, gru, tr"),
+    "unknown optimizer": (
+        ["ablate", "--optimizer", "lion"],
+        "unknown optimizer 'lion'; choose from sgd, adam",
+    ),
+    "text for images": (["ablate", "--data", "pydoc"], "model mlp takes images: digits or fashion-mnist:DIR"),
+    "images for text": (["ablate", "--model", "gru", "--data", "digits"], "model gru takes text: pydoc; got"),
+    "data twice": (["ablate", "--data", "digits", "--data-dir", "x"], "both name data; give one"),
+    "missing data directory": (["ablate", "--data-dir", "gone"], "data directory gone does not exist"),
+    "strategies of a grid": (["ablate", "--grid", "--strategies", "fp32"], "leave out --strategies"),
+    "formats without grid": (["ablate", "--formats", "fp16"], "--formats is for --grid; add it"),
+    "roundings without grid": (["ablate", "--roundings", "nearest"], "--roundings is for --grid; add it"),
+    "scales without grid": (["ablate", "--scales", "8"], "--scales is for --grid; add it"),
+    "quick without grid": (["ablate", "--quick"], "--quick is for --grid; add it"),
+    "format of the grid": (["ablate", "--grid", "--formats", "fp17"], "'fp17'"),
+    "rounding of the grid": (["ablate", "--grid", "--roundings", "up"], "unknown rounding 'up' of a grid"),
+    "scale of the grid": (["ablate", "--grid", "--scales", "big"], "a number, none or dynamic; got 'big'"),
+    "seeds of the grid": (["ablate", "--grid", "--seeds", "0"], "seeds must be at least 1, got 0"),
 }
 
 
@@ -343,6 +365,50 @@ def test_ablate_where_everything_diverges_still_ends_with_a_table(tmp_path):
     arguments = ["ablate", "--strategies", "fp32,mixed", "--epochs", "2", "--lr", "1e6", "--workers", "1"]
     result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
     assert result.exit_code == 0 and result.stdout.splitlines()[2].split()[:3:2] == ["fp32", "nan"]
+
+
+def test_the_grid_writes_a_table_and_a_figure_and_says_where(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["ablate", "--grid", "--quick", "--formats", "bf16", "--roundings", "nearest, kahan"]
+    arguments += [
+        "--scales",
+        "none,8",
+        "--epochs",
+        "1",
+        "--batch",
+        "256",
+        "--workers",
+        "1",
+        "--out",
+        "runs[a]",
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0
+    # FP32; weights in both roundings, three other parts; gradients scaled; everything in both, scaled or not.
+    runs = 1 + 2 + 3 + 1 + 4 + (1 + 4)
+    where, low = result.stdout.splitlines()
+    assert where == f"results.parquet, of {runs} runs, and grid.png are in runs[a]/."
+    assert low.startswith(LOW_RATE) and f"{runs}/{runs}" in result.stderr
+    names = ["grid.png", "results.json", "results.parquet"]
+    assert sorted(p.name for p in (tmp_path / "runs[a]").iterdir()) == names
+    table = parquet.read_table(tmp_path / "runs[a]" / "results.parquet").to_pylist()
+    assert {(row["model"], row["data"], row["lr"], row["steps"]) for row in table} == {
+        ("mlp", "digits", 0.001, 6)
+    }
+    assert [row["warmup"] for row in table] == [0] * 11 + [100] * 5
+
+
+def test_a_model_of_text_trains_on_pydoc_with_its_own_preset(tmp_path):
+    arguments = ["ablate", "--model", "gru", "--strategies", "fp32", "--steps", "1", "--batch", "256"]
+    result = CliRunner().invoke(
+        app, [*arguments, "--optimizer", "adam", "--lr", "0.5", "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 0 and LOW_RATE not in result.stdout
+    (entry,) = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert entry["settings"] | {"epochs": 0} == {
+        "data": "pydoc", "lr": 0.5, "momentum": 0.0, "batch": 256, "epochs": 0, "model": "gru",
+        "optimizer": "adam", "warmup": 0, "steps": 1,
+    }  # fmt: skip
 
 
 def test_bench_prints_a_ratio_for_every_case():

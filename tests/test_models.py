@@ -7,11 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fpemu.experiments.models import mlp, resnet8, transformer
+from fpemu.experiments.models import MODELS, build, gru, mlp, resnet8, transformer
 
 VOCABULARY = 11
 FACTORIES = [lambda seed: mlp(4, 3, seed=seed), lambda seed: resnet8(seed=seed)]
-FACTORIES += [lambda seed: transformer(VOCABULARY, 16, seed=seed)]
+FACTORIES += [
+    lambda seed: transformer(VOCABULARY, 16, seed=seed),
+    lambda seed: gru(VOCABULARY, 16, seed=seed),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,7 +46,7 @@ def losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor, lr: float) -> lis
     return found
 
 
-@pytest.mark.parametrize("factory", FACTORIES, ids=["mlp", "resnet8", "transformer"])
+@pytest.mark.parametrize("factory", FACTORIES, ids=["mlp", "resnet8", "transformer", "gru"])
 def test_a_seed_gives_its_weights_and_leaves_torchs_generator_alone(factory):
     before = torch.get_rng_state()
     one, same, other = (factory(seed).state_dict() for seed in (1, 1, 2))
@@ -120,3 +123,23 @@ def test_the_transformer_learns_a_random_batch():
     tokens = random_tokens(4, 17)
     found = losses(transformer(VOCABULARY, 32, context=16), tokens[:, :-1], tokens[:, 1:], lr=0.5)
     assert found[-1] < 0.75 * found[0]
+
+
+def test_the_gru_learns_a_random_batch_and_no_later_token_changes_earlier_logits():
+    tokens, model = random_tokens(4, 17), gru(VOCABULARY, 32)
+    found = losses(model, tokens[:, :-1], tokens[:, 1:], lr=0.5)
+    assert found[-1] < 0.9 * found[0]
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % VOCABULARY
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:] != after[:, 9:]).any(-1).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_is_built_for_its_data(name):
+    x = random_tokens(2, 64) if name in ("gru", "transformer") else torch.zeros(2, 64)
+    shape = (2, 64, 12) if name in ("gru", "transformer") else (2, 12)
+    one, same, other = (build(name, 64, 12, (8, 8), seed=seed) for seed in (1, 1, 2))
+    assert one(x).shape == shape
+    assert torch.equal(one(x), same(x)) and not torch.equal(one(x), other(x))

@@ -82,13 +82,47 @@ class Emulation:
         Returns:
             Tallies, in the order of the model's modules; then those of ``every_op``, by operation.
         """
+        return {where: site.tally() for where, site in self._sites().items()}
+
+    def _sites(self) -> dict[tuple[str, str], Site]:
         sites = {("", "input"): self.root.inputs} if self.root.inputs is not None else {}
         sites |= {
             (name, role): site for name, hooks in self.hooks.items() for role, site in hooks.sites.items()
         }
         if self.every_op is not None:
             sites |= {(name, "every_op"): site for name, site in self.every_op.sites.items()}
-        return {where: site.tally() for where, site in sites.items()}
+        return sites
+
+    def state_dict(self) -> dict[str, Any]:
+        """Random words, counts and histories as they are now, to go on with the same bits later."""
+        return {
+            "begun": list(self.root.mode._begun),
+            "every_op": None if self.every_op is None else self.every_op.step,
+            "sites": {where: site.state_dict() for where, site in self._sites().items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            ValueError: it is none of an emulation of the same roles in modules of the same names.
+        """
+        saved = state_dict["sites"]
+        if self.every_op is not None and state_dict["every_op"] is not None:
+            self.every_op.step = state_dict["every_op"]
+            self.every_op.sites = {
+                name: self.every_op.new_site(name) for name, role in saved if role == "every_op"
+            }
+        sites = self._sites()
+        if different := saved.keys() ^ sites.keys():
+            name, role = sorted(different)[0]
+            raise ValueError(
+                "load_state_dict needs the state_dict of an emulation of the same modules and roles; only "
+                f"one of the two rounds the {role} of {name or '(model)'}"
+            )
+        for where, site in sites.items():
+            site.load_state_dict(saved[where])
+        self.root.mode._begun[:] = state_dict["begun"]
 
     def report(self) -> Report:
         """A table of the tallies, and what was left alone and why."""

@@ -146,6 +146,13 @@ class EveryOp(TorchDispatchMode):
             self._exempt[op] = view or excepted or name in NOTHING_COMPUTED or op.namespace == "fpemu"
         return self._exempt[op]
 
+    def new_site(self, name: str) -> Site:
+        """For an operation that is seen for the first time, with the words of this step."""
+        site = Site(self.quantizer, self.key.fold_in(name), self.count)
+        if site.key is not None:
+            site.key[2] += self.step
+        return site
+
     def _round(self, x: Tensor, op: Any) -> None:
         name = op._schema.name.replace("::", ".")
         reason = unsuitable(x)
@@ -154,10 +161,7 @@ class EveryOp(TorchDispatchMode):
                 self.skipped[name] = reason
             return
         if name not in self.sites:
-            site = Site(self.quantizer, self.key.fold_in(name), self.count)
-            if site.key is not None:
-                site.key[2] += self.step
-            self.sites[name] = site
+            self.sites[name] = self.new_site(name)
         x.detach().copy_(cast_at(x.detach(), self.sites[name], None))
 
 

@@ -51,6 +51,21 @@ class Site:
         counts, sums = (part.cpu().numpy().copy() for part in (self.counts, self.sums))
         return Tally(counts, sums[:SUMS], self.quantizer.format)
 
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Copies of what steps and counting change."""
+        return {name: None if x is None else x.clone() for name, x in self._state().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor | None]) -> None:
+        """Go on where `state_dict` was taken."""
+        for name, x in self._state().items():
+            saved = state_dict[name]
+            if (x is None) != (saved is None):
+                raise ValueError("load_state_dict needs a state_dict of the same rounding, got another one's")
+            setattr(self, name, None if x is None or saved is None else saved.to(x.device, copy=True))
+
+    def _state(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in ("key", "sum_key", "counts", "sums")}
+
     @property
     def changes(self) -> bool:
         """Whether a new step changes it."""

@@ -2,8 +2,10 @@
 
 from .ablate import ablate
 from .data import Data, load_data
+from .result import Result
+from .settings import Settings
 from .strategies import STRATEGIES, Strategy, load_strategies
-from .train import Result, Settings, train
+from .train import train
 
 __all__ = [
     "STRATEGIES",

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import statistics
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
-from functools import cache, partial
-from multiprocessing import get_context
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from .. import Tally, __version__, plot
+from .. import Tally, plot
 from ..formats import as_format
-from .data import load_data
-from .models import mlp
+from .checkpoint import replace_whole
+from .models import build
+from .result import Result, Run
+from .runs import finish
+from .settings import Settings
 from .strategies import Strategy, check_names
-from .train import Result, Settings, emulation, train
-
-Run = tuple[Strategy, Settings, int]
+from .train import check_model
 
 
 def ablate(
@@ -56,107 +49,17 @@ def ablate(
         OSError: the directory cannot be written.
     """
     settings = settings or Settings()
-    for name, value in (("seeds", seeds), ("workers", workers)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value!r}")
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds!r}")
     strategies = list(strategies)
     check_names(strategies)
     for strategy in strategies:
-        with emulation(mlp(1, 1, 1), strategy.policy):
-            pass  # a pattern that matches no module is told here, not after hours
+        check_model(strategy, build(settings.model, 64, 2, (8, 8)))
     runs: list[Run] = [(strategy, settings, seed) for strategy in strategies for seed in range(seeds)]
-    finished = {} if out is None else check_directory(out)
-    pending = [run for run in runs if _run_id(run) not in finished]
-    if pending:
-        load_data(settings.data)  # a damaged file is told here, not by a worker
-    progress(len(runs) - len(pending), len(runs))
-    for done, result in enumerate(_train_all(pending, workers), len(runs) - len(pending) + 1):
-        finished[_run_id((result.strategy, result.settings, result.seed))] = result
-        if out is not None:
-            _write_results(Path(out), finished.values())
-        progress(done, len(runs))
-    results = [finished[_run_id(run)] for run in runs]
+    results = finish(runs, out=out, workers=workers, progress=progress)
     if out is not None:
         _draw(Path(out), results)
     return results
-
-
-def _run_id(run: Run) -> str:
-    strategy, settings, seed = run
-    return json.dumps([strategy.as_dict(), asdict(settings), seed], sort_keys=True)
-
-
-def _train_all(runs: list[Run], workers: int) -> Iterator[Result]:
-    if min(workers, len(runs)) <= 1:
-        yield from map(_train_one, runs)
-        return
-    # spawn: a forked child would die in OpenMP, which torch and numba have started here.
-    pool = ProcessPoolExecutor(min(workers, len(runs)), get_context("spawn"), _start_worker)
-    try:
-        for future in as_completed([pool.submit(_train_one, run) for run in runs]):
-            yield future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-
-
-def _train_one(run: Run) -> Result:
-    strategy, settings, seed = run
-    return train(strategy, settings, seed, _data(settings.data))
-
-
-_data = cache(load_data)
-
-
-def check_directory(directory: str | Path) -> dict[str, Result]:
-    """Make a directory for results if need be, and read the finished runs that its results.json holds.
-
-    Returns:
-        Results by run; none if there is no such file, or if another version of fpemu wrote it.
-
-    Raises:
-        ValueError: the file cannot be read as results.
-        OSError: the directory cannot be made or written.
-    """
-    path = Path(directory) / "results.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"cannot write to {directory}; choose another directory")
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["fpemu"] != __version__:
-            return {}  # the same run may give other bits
-        results = [Result.from_dict(entry) for entry in content["results"]]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"{path} does not hold results of ablate ({type(error).__name__}: {error}); "
-            "move it away or choose another directory"
-        ) from None
-    return {_run_id((result.strategy, result.settings, result.seed)): result for result in results}
-
-
-def _write_results(directory: Path, results: Iterable[Result]) -> None:
-    content = {"fpemu": __version__, "results": [result.as_dict() for result in results]}
-    text = json.dumps(content, indent=1, allow_nan=False)
-    _replace(directory / "results.json", lambda path: path.write_text(text, encoding="utf-8"))
-
-
-def _replace(target: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file whole or not at all."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.stem}-", suffix=target.suffix, dir=target.parent)
-    os.close(handle)
-    path = Path(name)
-    try:
-        write(path)
-        path.chmod(0o644)
-        path.replace(target)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _draw(directory: Path, results: list[Result]) -> None:
@@ -181,7 +84,7 @@ def _draw(directory: Path, results: list[Result]) -> None:
             axes.set_xlabel(f"binade of |activation gradient| at the end of training in {first}")
         else:
             axes.set_title(f"no finite nonzero activation gradient at the end of training in {first}")
-        _replace(directory / f"{name}.png", partial(figure.savefig, dpi=150))
+        replace_whole(directory / f"{name}.png", partial(figure.savefig, dpi=150))
 
 
 def by_strategy(results: Iterable[Result]) -> dict[str, list[Result]]:

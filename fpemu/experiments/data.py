@@ -1,4 +1,4 @@
-"""Data sets of a size that trains in seconds: digits and Fashion-MNIST."""
+"""Data sets of a size that trains in seconds or minutes: digits, Fashion-MNIST and Python's documentation."""
 
 from __future__ import annotations
 
@@ -19,37 +19,40 @@ _FASHION_MNIST = (
     "t10k-images-idx3-ubyte.gz",
     "t10k-labels-idx1-ubyte.gz",
 )
+TEXT_LENGTH = 64  # characters that a model of text sees at once
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Images and labels, all in memory.
+    """Images and labels, or texts and the characters that follow; all in memory.
 
     Attributes:
-        train_x: float32 (N, inputs), 0 to 1.
-        train_y: int64 (N,), the classes.
-        test_x: float32 (M, inputs).
-        test_y: int64 (M,).
+        train_x: Images: float32 (N, inputs), 0 to 1. Texts: int64 (N, inputs), numbers of characters.
+        train_y: int64: (N,), the classes; of texts (N, inputs), the next character of each.
+        test_x: As ``train_x``, for M others.
+        test_y: As ``train_y``.
+        shape: Height and width of an image; None for texts.
     """
 
     train_x: torch.Tensor
     train_y: torch.Tensor
     test_x: torch.Tensor
     test_y: torch.Tensor
+    shape: tuple[int, int] | None = None
 
     @property
     def inputs(self) -> int:
-        """Values an image."""
+        """Values an image, or characters a text."""
         return self.train_x.shape[1]
 
     @property
     def classes(self) -> int:
-        """Number of classes."""
-        return int(self.train_y.max()) + 1
+        """Number of classes, or of different characters."""
+        return 1 + max(int(y.max()) for y in (self.train_y, self.test_y))
 
 
 def parse_data(spec: str) -> tuple[str, Path | None]:
-    """The data set's name and directory, checked without reading the images.
+    """The data set's name and directory, checked without reading it.
 
     Raises:
         ValueError: no such data set, or its directory or a file in it is missing.
@@ -59,16 +62,16 @@ def parse_data(spec: str) -> tuple[str, Path | None]:
         ('digits', None)
     """
     name, _, directory = spec.partition(":")
-    if name == "digits" and not directory:
+    if spec in ("digits", "pydoc"):
         return name, None
     if name != "fashion-mnist" or not directory:
-        raise ValueError(f"unknown data {spec!r}; choose digits or fashion-mnist:DIRECTORY")
+        raise ValueError(f"unknown data {spec!r}; choose digits, pydoc or fashion-mnist:DIRECTORY")
     path = Path(directory)
     if not path.is_dir():
         raise ValueError(
             f"data directory {directory} does not exist; it must hold {', '.join(_FASHION_MNIST)}"
         )
-    missing = [file for file in _FASHION_MNIST if not (path / file).is_file()]
+    missing = [file for file in _FASHION_MNIST if not _present(path / file).is_file()]
     if missing:
         raise ValueError(
             f"data directory {directory} lacks {', '.join(missing)}; put the missing files there"
@@ -77,11 +80,13 @@ def parse_data(spec: str) -> tuple[str, Path | None]:
 
 
 def load_data(spec: str) -> Data:
-    """A data set, split into training and test images.
+    """A data set, split into a training and a test set.
 
     Args:
         spec: ``"digits"``: scikit-learn's 1797 images of 8 x 8, of which 360 are the test set, always the
-            same ones. ``"fashion-mnist:DIRECTORY"``: the four .gz files as they are published.
+            same ones. ``"fashion-mnist:DIRECTORY"``: the four .gz files as they are published, or unpacked.
+            ``"pydoc"``: the documentation that this Python's ``help()`` shows, in texts of 64 characters, the
+            last tenth the test set; another Python has another text.
 
     Returns:
         The data.
@@ -94,10 +99,10 @@ def load_data(spec: str) -> Data:
         >>> data.train_x.shape, data.test_y.shape
         (torch.Size([1437, 64]), torch.Size([360]))
     """
-    _, directory = parse_data(spec)
+    name, directory = parse_data(spec)
     if directory is None:
-        return _digits()
-    arrays = [_read_idx(directory / file) for file in _FASHION_MNIST]
+        return _digits() if name == "digits" else _pydoc()
+    arrays = [_read_idx(_present(directory / file)) for file in _FASHION_MNIST]
     for images, labels in (arrays[:2], arrays[2:]):
         if images.ndim != 3 or labels.shape != images.shape[:1]:
             raise ValueError(
@@ -109,7 +114,14 @@ def load_data(spec: str) -> Data:
             f"{directory}: training images of shape {arrays[0].shape[1:]} do not go with test images of "
             f"shape {arrays[2].shape[1:]}; all four files must be of one data set"
         )
-    return Data(*(_scaled(a, 255) if a.ndim == 3 else _classes(a) for a in arrays))
+    height, width = arrays[0].shape[1:]
+    train_x, train_y, test_x, test_y = (_scaled(a, 255) if a.ndim == 3 else _classes(a) for a in arrays)
+    return Data(train_x, train_y, test_x, test_y, (height, width))
+
+
+def _present(path: Path) -> Path:
+    """The file, or its unpacked form where that is there instead."""
+    return path if path.is_file() else path.with_suffix("")
 
 
 def _digits() -> Data:
@@ -118,7 +130,20 @@ def _digits() -> Data:
 
     x, y = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(x, y, test_size=0.2, stratify=y, random_state=0)
-    return Data(_scaled(train_x, 16), _classes(train_y), _scaled(test_x, 16), _classes(test_y))
+    return Data(_scaled(train_x, 16), _classes(train_y), _scaled(test_x, 16), _classes(test_y), (8, 8))
+
+
+def _pydoc() -> Data:
+    from pydoc_data.topics import topics
+
+    text = "\n".join(content for _, content in sorted(topics.items()))
+    # In the order in which they come: so the text's first character, which follows no other, is number 0.
+    number = {character: i for i, character in enumerate(dict.fromkeys(text))}
+    tokens = torch.tensor([number[character] for character in text])
+    count = (len(tokens) - 1) // TEXT_LENGTH
+    x, y = (tokens[i : i + count * TEXT_LENGTH].reshape(count, TEXT_LENGTH) for i in (0, 1))
+    training = count - count // 10
+    return Data(x[:training], y[:training], x[training:], y[training:])
 
 
 def _scaled(images: npt.NDArray[Any], largest: int) -> torch.Tensor:
@@ -130,9 +155,10 @@ def _classes(labels: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def _read_idx(path: Path) -> npt.NDArray[np.uint8]:
-    """The array in a gzipped idx file: two zero bytes, type, rank, big-endian shape, values."""
+    """The array in an idx file, gzipped or not: two zero bytes, type, rank, big-endian shape, values."""
     try:
-        content = gzip.decompress(path.read_bytes())
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"cannot read {path}: {error}; fetch the file again") from None
     if content[:3] != b"\0\0\x08" or len(content) < 4:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+IMAGE_MODELS, TEXT_MODELS = ("mlp", "resnet8"), ("gru", "transformer")
+MODELS = (*IMAGE_MODELS, *TEXT_MODELS)
+
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
@@ -191,3 +194,65 @@ def transformer(
         raise ValueError(f"heads must divide width, got heads={heads} and width={width}")
     with _seeded(seed):
         return Transformer(vocabulary, width, layers, heads, context)
+
+
+class CharGRU(nn.Module):
+    """What `gru` returns."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.gru = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 (texts, positions) to logits of each next token, float32 (texts, positions, vocabulary)."""
+        logits: Tensor = self.head(self.gru(self.token(tokens))[0])
+        return logits
+
+
+def gru(vocabulary: int, width: int = 128, *, seed: int = 0) -> CharGRU:
+    """A language model of characters: an embedding, one GRU layer and a linear head.
+
+    Args:
+        vocabulary: Number of characters.
+        width: Length of the embedding and of the hidden state.
+        seed: Same seed, same initial weights; torch's own generator is left as it was.
+
+    Returns:
+        The model, its weights drawn as torch does.
+
+    Example:
+        >>> gru(65)(torch.zeros(2, 64, dtype=torch.int64)).shape
+        torch.Size([2, 64, 65])
+    """
+    with _seeded(seed):
+        return CharGRU(vocabulary, width)
+
+
+def build(
+    name: str, inputs: int, classes: int, shape: tuple[int, int] | None = None, *, seed: int = 0
+) -> nn.Module:
+    """A model of `MODELS` that fits the data.
+
+    Args:
+        name: Its name.
+        inputs: Values an image, or characters a text.
+        classes: Number of classes, or of different characters.
+        shape: Height and width of an image. All models take images as rows of ``inputs`` values.
+        seed: Same seed, same initial weights.
+
+    Returns:
+        The model.
+
+    Example:
+        >>> build("resnet8", 64, 10, (8, 8))(torch.zeros(2, 64)).shape
+        torch.Size([2, 10])
+    """
+    if name == "mlp":
+        return mlp(inputs, classes, seed=seed)
+    if name == "resnet8":
+        return nn.Sequential(nn.Unflatten(1, (1, *(shape or ()))), *resnet8(1, classes, seed=seed))
+    if name == "gru":
+        return gru(classes, seed=seed)
+    return transformer(classes, context=inputs, seed=seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -17,7 +18,11 @@ from ..optim import LowPrecision
 ROLES = ("weight", "activation", "gradient", "weight_gradient")
 _POLICY_KEYS = (*ROLES, "include", "exclude")
 _QUANTIZER_KEYS = ("format", "rounding", "overflow", "scaling")
-_OPTIMIZER_KEYS = ("weight", "state", "rounding", "master", "kahan")
+_OPTIMIZER_OPTIONS = {
+    name: option
+    for name, option in inspect.signature(LowPrecision).parameters.items()
+    if name not in ("optimizer", "key")  # what a run gives
+}
 _FILE_TYPES = (".toml", ".yaml", ".yml")
 
 
@@ -31,8 +36,10 @@ class Strategy:
             ``include``, ``exclude``). A role is a format name or a mapping with ``format`` and, as in
             ``fpemu.Quantizer``, ``rounding``, ``overflow`` and ``scaling``. Empty: nothing is rounded.
         optimizer: Options of ``fpemu.optim.LowPrecision`` (``weight``, ``state``, ``rounding``, ``master``,
-            ``kahan``). ``None``: the plain FP32 optimizer.
+            ``kahan`` ...), formats by name. ``None``: the plain FP32 optimizer.
         loss_scale: ``None``, a positive number, or ``"dynamic"`` for torch's GradScaler.
+        statistics: The running mean and variance of batch normalization, rounded after each step; given as a
+            role is, without ``scaling``. ``None``: FP32.
 
     Raises:
         ValueError: a key, format, rounding or scale that does not exist, or options that do not go together.
@@ -47,6 +54,7 @@ class Strategy:
     policy: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
     loss_scale: float | Literal["dynamic"] | None = None
+    statistics: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -59,6 +67,9 @@ class Strategy:
         if self.optimizer is not None:
             _check_optimizer(self.optimizer, where)
         _check_loss_scale(self.loss_scale, where)
+        _check_role(self.statistics, f"statistics of {where}")
+        if isinstance(self.statistics, Mapping) and self.statistics.get("scaling") is not None:
+            raise ValueError(f"statistics of {where} are kept unscaled; leave scaling out")
 
     @property
     def roles(self) -> dict[str, Any]:
@@ -71,17 +82,17 @@ class Strategy:
         role = self.roles.get("gradient")
         return None if role is None else as_format(_format_name(role))
 
-    def bits_per_parameter(self, momentum: bool) -> int:
+    def bits_per_parameter(self, states: int) -> int:
         """Bits that one parameter needs for its weight, copies, optimizer state and gradient.
 
         Args:
-            momentum: Whether the optimizer keeps one momentum value a parameter.
+            states: Values that the optimizer keeps for each parameter: 1 with momentum, 2 of Adam.
 
         Returns:
             The bits, scales of scaled tensors not counted.
 
         Example:
-            >>> [STRATEGIES[name].bits_per_parameter(False) for name in ("fp32", "mixed", "fp16-nearest")]
+            >>> [STRATEGIES[name].bits_per_parameter(0) for name in ("fp32", "mixed", "fp16-nearest")]
             [64, 64, 32]
         """
         optimizer = self.optimizer or {}
@@ -92,7 +103,7 @@ class Strategy:
             + (_bits(cast) if cast is not None and not master else 0)
             + (32 if master else 0)
             + (kept if optimizer.get("kahan", False) else 0)
-            + (_bits(optimizer.get("state")) if momentum else 0)
+            + states * _bits(optimizer.get("state"))
             + _bits(self.roles.get("weight_gradient"))
         )
 
@@ -155,13 +166,13 @@ def _check_patterns(policy: Mapping[str, Any], where: str) -> None:
 
 
 def _check_optimizer(optimizer: Any, where: str) -> None:
-    _check_keys(optimizer, _OPTIMIZER_KEYS, f"optimizer of {where}")
-    for key in ("weight", "state"):
-        if optimizer.get(key) is not None:
-            _check_format(optimizer[key], f"optimizer.{key} of {where}")
-    for key in ("master", "kahan"):
-        if not isinstance(optimizer.get(key, False), bool):
-            raise TypeError(f"optimizer.{key} of {where} must be true or false, got {optimizer[key]!r}")
+    _check_keys(optimizer, _OPTIMIZER_OPTIONS, f"optimizer of {where}")
+    for key, value in optimizer.items():
+        option = _OPTIMIZER_OPTIONS[key]
+        if "Format" in str(option.annotation) and value is not None:
+            _check_format(value, f"optimizer.{key} of {where}")
+        if isinstance(option.default, bool) and not isinstance(value, bool):
+            raise TypeError(f"optimizer.{key} of {where} must be true or false, got {value!r}")
     try:  # what goes together only LowPrecision knows
         LowPrecision(torch.optim.SGD([torch.zeros(1)]), **optimizer)
     except (TypeError, ValueError) as error:

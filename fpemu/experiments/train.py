@@ -2,114 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from .. import Key, LowPrecision, Policy, Quantizer, Tally, emulate
-from ..formats import as_format
-from ..kernels.layout import FIELDS, HISTOGRAM, LOWEST, POWERS
-from .data import Data, parse_data
-from .models import mlp
+from ..quantizer import as_quantizer
+from .checkpoint import read_checkpoint, write_checkpoint
+from .data import Data
+from .models import build
+from .result import Result, run_id
+from .settings import Settings
 from .strategies import Strategy
 
 FIRST_SCALE = 2.0**16  # where torch's GradScaler starts
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all strategies of a comparison share.
-
-    Attributes:
-        data: As for ``load_data``.
-        lr: Learning rate of SGD.
-        momentum: Momentum of SGD, 0 up to but not 1.
-        batch: Images a step.
-        epochs: Passes over the training images.
-
-    Raises:
-        ValueError: a value out of range, unknown data, or a data directory that lacks files.
-    """
-
-    data: str = "digits"
-    lr: float = 0.003
-    momentum: float = 0.0
-    batch: int = 32
-    epochs: int = 200
-
-    def __post_init__(self) -> None:
-        parse_data(self.data)
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"lr must be a positive number, got {self.lr!r}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum!r}")
-        for name in ("batch", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True, eq=False)
-class Result:
-    """What one run gave.
-
-    Attributes:
-        strategy: The strategy that was trained.
-        settings: The settings.
-        seed: Of the initial weights, the order of the images and the random rounding.
-        accuracy: Share of the test images classified right.
-        train_loss: Mean over the training images after the last step; only the weights are rounded.
-        losses: Mean loss of the steps of each epoch.
-        gradients: Tally of the activation gradients of one pass over the training images after the last step.
-        updates: Weight updates that were not zero; ``None`` where the weights are FP32.
-        lost_updates: Those of ``updates`` that left the weight as it was.
-        steps: Optimizer steps, the skipped ones included.
-        skipped_steps: Steps that the loss scaling left out because a gradient overflowed.
-        bytes: Of weights, their copies, optimizer state and weight gradients, in the strategy's formats.
-    """
-
-    strategy: Strategy
-    settings: Settings
-    seed: int
-    accuracy: float
-    train_loss: float
-    losses: tuple[float, ...]
-    gradients: Tally
-    updates: int | None
-    lost_updates: int | None
-    steps: int
-    skipped_steps: int
-    bytes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it: NaN and infinity as text, counts by binade."""
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        return plain | {
-            "strategy": self.strategy.as_dict(),
-            "settings": asdict(self.settings),
-            "train_loss": _number(self.train_loss),
-            "losses": [_number(loss) for loss in self.losses],
-            "gradients": _tally_as_dict(self.gradients),
-        }
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Result:
-        """The result that ``as_dict`` wrote."""
-        return cls(
-            **{name: content[name] for name in _PLAIN},
-            strategy=Strategy(**content["strategy"]),
-            settings=Settings(**content["settings"]),
-            train_loss=float(content["train_loss"]),
-            losses=tuple(map(float, content["losses"])),
-            gradients=_tally_from_dict(content["gradients"]),
-        )
-
-
-_PLAIN = ("seed", "accuracy", "updates", "lost_updates", "steps", "skipped_steps", "bytes")
+SAMPLE = 2048  # images or texts that are looked at after training, of the training set
+_AT_ONCE = 2048  # images or texts in a forward without a backward
 
 
 @contextmanager
@@ -124,49 +35,135 @@ def _one_thread() -> Iterator[None]:
 
 
 @_one_thread()
-def train(strategy: Strategy, settings: Settings, seed: int, data: Data) -> Result:
-    """Train the digits' network once, on one thread.
+def train(
+    strategy: Strategy,
+    settings: Settings,
+    seed: int,
+    data: Data,
+    *,
+    checkpoint: str | Path | None = None,
+    every: int = 100,
+) -> Result:
+    """Train a network once, on one thread.
 
     Args:
         strategy: What is kept in which format.
-        settings: Learning rate and so on.
-        seed: Same seed, same result; initial weights and order of images are the same for all strategies.
-        data: The images that ``settings.data`` names.
+        settings: Model, learning rate and so on.
+        seed: Same seed, same result; initial weights and order of batches are the same for all strategies.
+        data: What ``settings.data`` names.
+        checkpoint: File to write the state of the run to, whole or not at all. If it is there, the run goes
+            on from it, and gives the result of an unbroken one, bit for bit. It stays when the run ends.
+        every: Steps from one checkpoint to the next.
 
     Returns:
         The result. A run that diverges is a result too, with a loss of NaN.
+
+    Raises:
+        ValueError: the strategy rounds statistics that the model does not have; ``every`` is below 1; or the
+            file is no checkpoint of this run.
     """
-    model = mlp(data.inputs, data.classes, seed=seed)
-    stepper = _Stepper(model, strategy, settings, seed)
-    order = torch.Generator().manual_seed(seed)
-    with emulation(model, strategy.policy, seed):
-        losses = tuple(
-            float(sum(stepper.step(x, y) for x, y in batches(data, settings.batch, order)))
-            / math.ceil(len(data.train_y) / settings.batch)
-            for _ in range(settings.epochs)
-        )
-    gradients = gradient_tally(model, strategy, stepper.scale, data, settings.batch)
+    if every < 1:
+        raise ValueError(f"every must be at least 1 step, got {every!r}")
+    model = build(settings.model, data.inputs, data.classes, data.shape, seed=seed)
+    check_model(strategy, model)
+    run = _Run(model, strategy, settings, seed)
+    with emulation(model, strategy.policy, seed, count=False) as run.emulation:
+        path = None if checkpoint is None else Path(checkpoint)
+        name = run_id((strategy, settings, seed))
+        if path is not None and path.exists():
+            run.load_state_dict(read_checkpoint(path, name))
+        for _ in run.steps(data):
+            if path is not None and run.stepper.steps % every == 0:
+                write_checkpoint(path, name, run.state_dict())
     accuracy, train_loss = evaluate(model, strategy, data)
+    gradients = gradient_tally(model, strategy, run.stepper.scale, data, settings.batch)
+    stepper = run.stepper
     kept = stepper.optimizer if isinstance(stepper.optimizer, LowPrecision) else None
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Result(
-        strategy, settings, seed, accuracy, train_loss, losses, gradients,
+        strategy, settings, seed, accuracy, train_loss, tuple(run.losses), gradients,
         updates=None if kept is None else int(kept.updates),
         lost_updates=None if kept is None else int(kept.lost),
         steps=stepper.steps,
         skipped_steps=stepper.steps - stepper.taken,
-        bytes=parameters * strategy.bits_per_parameter(settings.momentum > 0) // 8,
+        bytes=parameters * strategy.bits_per_parameter(settings.states) // 8,
     )  # fmt: skip
+
+
+def check_model(strategy: Strategy, model: torch.nn.Module) -> None:
+    """Refuse a strategy that names what a model does not have, before anything is trained.
+
+    Raises:
+        ValueError: a pattern of its policy matches no module, or there are no statistics to round.
+    """
+    with emulation(model, strategy.policy):
+        pass
+    if strategy.statistics is not None and not _statistics(model):
+        raise ValueError(
+            f"strategy {strategy.name!r} rounds statistics, but the model has no batch normalization that "
+            "keeps them; leave statistics out or choose resnet8"
+        )
+
+
+class _Run:
+    """Where a run stands: all that it needs to go on."""
+
+    def __init__(self, model: torch.nn.Module, strategy: Strategy, settings: Settings, seed: int) -> None:
+        self.model, self.settings = model, settings
+        self.stepper = _Stepper(model, strategy, settings, seed)
+        self.emulation: Any = None
+        self.order = torch.Generator().manual_seed(seed)
+        self.epoch_order = self.order.get_state()  # as it was before it shuffled this epoch
+        self.losses: list[float] = []  # of the epochs that are over
+        self.in_epoch = 0  # steps
+        self.total: torch.Tensor | int = 0  # loss of those steps
+
+    def steps(self, data: Data) -> Iterator[None]:
+        """Train to the end, step by step."""
+        limit = self.settings.steps
+        for _ in range(len(self.losses), self.settings.epochs):
+            done, self.epoch_order = self.in_epoch, self.order.get_state()
+            for i, (x, y) in enumerate(batches(data, self.settings.batch, self.order)):
+                if self.stepper.steps == limit:
+                    break
+                if i < done:
+                    continue  # it came before the checkpoint
+                self.total = self.total + self.stepper.step(x, y)
+                self.in_epoch += 1
+                yield
+            self.losses.append(float(self.total) / self.in_epoch)
+            self.in_epoch, self.total = 0, 0
+            if self.stepper.steps == limit:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that steps change."""
+        return {
+            "model": self.model.state_dict(),
+            "stepper": self.stepper.state_dict(),
+            "emulation": None if self.emulation is None else self.emulation.state_dict(),
+            "order": self.epoch_order,
+            "losses": self.losses,
+            "in_epoch": self.in_epoch,
+            "total": self.total,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.model.load_state_dict(state["model"])
+        self.stepper.load_state_dict(state["stepper"])
+        if self.emulation is not None:
+            self.emulation.load_state_dict(state["emulation"])
+        self.order.set_state(state["order"])
+        self.losses, self.in_epoch, self.total = state["losses"], state["in_epoch"], state["total"]
 
 
 class _Stepper:
     """Loss, backward pass and optimizer step, with loss scaling where the strategy asks for it."""
 
     def __init__(self, model: torch.nn.Module, strategy: Strategy, settings: Settings, seed: int) -> None:
-        self.model, self.steps, self.taken = model, 0, 0
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            model.parameters(), lr=settings.lr, momentum=settings.momentum
-        )
+        self.model, self.settings, self.steps, self.taken = model, settings, 0, 0
+        self.optimizer = _optimizer(model, settings)
         if strategy.optimizer is not None:
             key = Key(seed).fold_in("optimizer")
             self.optimizer = LowPrecision(self.optimizer, **strategy.optimizer, key=key)
@@ -180,6 +177,8 @@ class _Stepper:
         )
         scaled = strategy.loss_scale is not None
         self.scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, enabled=scaled)
+        self.statistics = as_quantizer(_role(strategy.statistics))
+        self.key = Key(seed).fold_in("statistics")
         self.optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: object) -> None:
@@ -187,13 +186,23 @@ class _Stepper:
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Train on one batch; the loss comes back."""
+        if self.settings.warmup:
+            rise = min(1.0, (self.steps + 1) / self.settings.warmup)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.settings.lr * rise
         self.optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(self.model(x), y)
+        loss = _loss(self.model, x, y)
         self.steps += 1
-        if not self.scaler.is_enabled():
+        if self.scaler.is_enabled():
+            self._scaled_step(loss)
+        else:
             loss.backward()
             self.optimizer.step()
-            return loss.detach()
+        if self.statistics is not None:
+            self._round_statistics(self.statistics)
+        return loss.detach()
+
+    def _scaled_step(self, loss: torch.Tensor) -> None:
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -201,15 +210,59 @@ class _Stepper:
             self.scale = self.scaler.get_scale()
         else:
             self.scaler.update(self.scale)
-        return loss.detach()
+
+    def _round_statistics(self, quantizer: Quantizer) -> None:
+        for name, statistic in _statistics(self.model).items():
+            key = self.key.fold_in(name).at(self.steps) if quantizer.stochastic else None
+            quantizer(statistic, key=key, out=statistic)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that steps change, but the model."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "steps": self.steps,
+            "taken": self.taken,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps, self.taken = state["steps"], state["taken"]
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        if self.dynamic:
+            self.scale = self.scaler.get_scale()
 
 
-def emulation(model: torch.nn.Module, policy: Any, seed: int = 0) -> AbstractContextManager[Any]:
+def _optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=settings.lr)
+    return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
+
+
+def _statistics(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Running means and variances of batch normalization."""
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name.endswith(("running_mean", "running_var"))
+    }
+
+
+def _loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of an image, or of a character."""
+    return torch.nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def emulation(
+    model: torch.nn.Module, policy: Any, seed: int = 0, count: bool = True
+) -> AbstractContextManager[Any]:
     """The emulation of a strategy's policy; without a role nothing is touched."""
     options = {name: _role(value) for name, value in policy.items() if value is not None}
     if not options.keys() - {"include", "exclude"}:
         return nullcontext()
-    return emulate(model, Policy(**options), key=Key(seed).fold_in("emulation"))
+    return emulate(model, Policy(**options), key=Key(seed).fold_in("emulation"), count=count)
 
 
 def _role(value: Any) -> Any:
@@ -219,62 +272,61 @@ def _role(value: Any) -> Any:
 def batches(
     data: Data, size: int, order: torch.Generator | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """One pass over the training images, shuffled by ``order``; the last batch may be smaller."""
+    """One pass over the training set, shuffled by ``order``; the last batch may be smaller."""
     count = len(data.train_y)
     rows = torch.arange(count) if order is None else torch.randperm(count, generator=order)
     yield from zip(data.train_x[rows].split(size), data.train_y[rows].split(size), strict=True)
 
 
 def gradient_tally(model: torch.nn.Module, strategy: Strategy, scale: float, data: Data, batch: int) -> Tally:
-    """Tally of the activation gradients of one pass over the training images; no weight is changed.
+    """Tally of the activation gradients of a pass over the first ``SAMPLE`` of the training set.
+
+    Weights and statistics stay as they are.
 
     Args:
         model: The model, without emulation.
         strategy: Rounds as in training. Gradients that it leaves alone are tallied as FP32.
         scale: Factor of the loss.
-        data: The images.
-        batch: Images a backward pass: the loss is a mean, so gradients shrink as it grows.
+        data: The images or texts.
+        batch: Images or texts a backward pass: the loss is a mean, so gradients shrink as it grows.
     """
     policy = {"gradient": "fp32", **{k: v for k, v in strategy.policy.items() if v is not None}}
+    kept = [buffer.clone() for buffer in model.buffers()]
     with emulation(model, policy) as tapped:
-        for x, y in batches(data, batch):
+        for x, y in _parts(data.train_x[:SAMPLE], data.train_y[:SAMPLE], batch):
             model.zero_grad()
-            (torch.nn.functional.cross_entropy(model(x), y) * scale).backward()
+            (_loss(model, x, y) * scale).backward()
         tallies = [tally for (_, role), tally in tapped.tallies().items() if role == "gradient"]
     model.zero_grad()
+    for buffer, before in zip(model.buffers(), kept, strict=True):
+        buffer.copy_(before)
     return sum(tallies, Tally())
+
+
+def _parts(x: torch.Tensor, y: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    yield from zip(x.split(size), y.split(size), strict=True)
 
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, strategy: Strategy, data: Data) -> tuple[float, float]:
-    """Test accuracy and mean training loss: weights as the strategy rounds them, all else FP32."""
+    """Test accuracy, and mean loss of the first ``SAMPLE`` of the training set.
+
+    Weights and statistics are as the strategy rounds them, all else FP32.
+    """
     weights = {k: v for k, v in strategy.policy.items() if k in ("weight", "include", "exclude")}
+    model.eval()
     with emulation(model, weights):
-        accuracy = (model(data.test_x).argmax(1) == data.test_y).float().mean()
-        loss = torch.nn.functional.cross_entropy(model(data.train_x), data.train_y)
-    return float(accuracy), float(loss)
+        accuracy = _mean(_accuracy, model, data.test_x, data.test_y)
+        loss = _mean(_loss, model, data.train_x[:SAMPLE], data.train_y[:SAMPLE])
+    model.train()
+    return accuracy, loss
 
 
-def _number(x: float) -> float | str:
-    return x if math.isfinite(x) else str(x)  # JSON has no NaN
+def _mean(of: Callable[..., torch.Tensor], model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    """A mean over a set, in parts that fit into memory; of a single part it keeps the bits."""
+    parts = [(float(of(model, *part)), len(part[1]) / len(y)) for part in _parts(x, y, _AT_ONCE)]
+    return sum(value * share for value, share in parts)
 
 
-def _tally_as_dict(tally: Tally) -> dict[str, Any]:
-    counts = {name: int(tally.counts[i]) for i, name in enumerate(FIELDS)}
-    binades = {
-        name: {str(i + LOWEST): int(bins[i]) for i in np.flatnonzero(bins)}
-        for name, bins in (("histogram", tally.histogram), ("powers", tally.powers))
-    }
-    return {"format": tally.fmt.name if tally.fmt else None, **counts, **binades, "sums": tally.sums.tolist()}
-
-
-def _tally_from_dict(content: dict[str, Any]) -> Tally:
-    tally = Tally(
-        sums=np.array(content["sums"]), fmt=as_format(content["format"]) if content["format"] else None
-    )
-    for i, name in enumerate(FIELDS):
-        tally.counts[i] = content[name]
-    for name, start in (("histogram", HISTOGRAM), ("powers", POWERS)):
-        for binade, count in content[name].items():
-            tally.counts[start + int(binade) - LOWEST] = count
-    return tally
+def _accuracy(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x).argmax(-1) == y).float().mean()
