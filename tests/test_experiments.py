@@ -211,12 +211,17 @@ def test_names_come_as_a_list_or_with_commas_in_their_order():
         ),
         ("optimizer.kahan = 1", TypeError, "optimizer.kahan of strategy 'bad' must be true or false, got 1"),
         ("optimizer.master = 'no'", TypeError, "optimizer.master of .* must be true or false, got 'no'"),
-        ("optimizer = {}", ValueError, "optimizer of strategy 'bad': .*needs weight= or state="),
+        ("optimizer = {}", ValueError, "optimizer of strategy 'bad': .*needs weight=, state= or gradient="),
         ("optimizer.kahan = true", ValueError, "optimizer of strategy 'bad': .*needs weight="),
         (
             'optimizer = {weight = "fp16", kahan = true, master = true}',
             ValueError,
             "optimizer of strategy 'bad': master=True .*; choose one",
+        ),
+        (
+            'optimizer.weight = {format = "fp16", scaling = "tensor"}',
+            ValueError,
+            "optimizer of strategy 'bad': LowPrecision keeps weights and gradients unscaled",
         ),
         ("loss_scale = 0", ValueError, "loss_scale of strategy 'bad' must be a positive number or .* got 0"),
         ("loss_scale = -8.0", ValueError, 'must be a positive number or "dynamic", got -8.0'),
@@ -1105,3 +1110,14 @@ def test_at_an_ordinary_rate_every_16_bit_strategy_is_as_good_as_fp32(digits):
     }
     for name, value in accuracy.items():
         assert abs(value - accuracy["fp32"]) < 2, name
+
+
+@pytest.mark.filterwarnings("ignore:eps=1e-08 of Adam is zero in binary16:UserWarning")
+def test_adam_explodes_where_second_moments_are_zero_in_fp16_and_learns_where_they_are_scaled(digits):
+    settings = Settings(lr=0.001, batch=128, epochs=20, optimizer="adam")
+    scaled = {"format": "fp16", "scaling": "tensor"}
+    plain, broken, mended = (
+        train(Strategy("adam", optimizer=optimizer), settings, 0, digits).train_loss
+        for optimizer in (None, {"state": "fp16"}, {"state": scaled})
+    )
+    assert broken > 1000 and plain < 0.2 and mended == pytest.approx(plain, rel=0.05)

@@ -14,6 +14,8 @@ import torch
 from ..files import read_mapping
 from ..formats import OVERFLOWS, ROUNDINGS, as_format
 from ..optim import LowPrecision
+from ..quantizer import Quantizer
+from ..random import Key
 
 ROLES = ("weight", "activation", "gradient", "weight_gradient")
 _POLICY_KEYS = (*ROLES, "include", "exclude")
@@ -36,7 +38,7 @@ class Strategy:
             ``include``, ``exclude``). A role is a format name or a mapping with ``format`` and, as in
             ``fpemu.Quantizer``, ``rounding``, ``overflow`` and ``scaling``. Empty: nothing is rounded.
         optimizer: Options of ``fpemu.optim.LowPrecision`` (``weight``, ``state``, ``rounding``, ``master``,
-            ``kahan`` ...), formats by name. ``None``: the plain FP32 optimizer.
+            ``kahan`` ...), formats as in roles. ``None``: the plain FP32 optimizer.
         loss_scale: ``None``, a positive number, or ``"dynamic"`` for torch's GradScaler.
         statistics: The running mean and variance of batch normalization, rounded after each step; given as a
             role is, without ``scaling``. ``None``: FP32.
@@ -104,7 +106,15 @@ class Strategy:
             + (32 if master else 0)
             + (kept if optimizer.get("kahan", False) else 0)
             + states * _bits(optimizer.get("state"))
-            + _bits(self.roles.get("weight_gradient"))
+            + _bits(optimizer.get("gradient", self.roles.get("weight_gradient")))
+        )
+
+    def around(self, optimizer: torch.optim.Optimizer, key: Key) -> torch.optim.Optimizer:
+        """The optimizer as the strategy keeps weights and state; without options as it is."""
+        return (
+            optimizer
+            if self.optimizer is None
+            else LowPrecision(optimizer, **_options(self.optimizer), key=key)
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -169,14 +179,23 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
     _check_keys(optimizer, _OPTIMIZER_OPTIONS, f"optimizer of {where}")
     for key, value in optimizer.items():
         option = _OPTIMIZER_OPTIONS[key]
-        if "Format" in str(option.annotation) and value is not None:
-            _check_format(value, f"optimizer.{key} of {where}")
+        if "Role" in str(option.annotation):
+            _check_role(value, f"optimizer.{key} of {where}")
         if isinstance(option.default, bool) and not isinstance(value, bool):
             raise TypeError(f"optimizer.{key} of {where} must be true or false, got {value!r}")
     try:  # what goes together only LowPrecision knows
-        LowPrecision(torch.optim.SGD([torch.zeros(1)]), **optimizer)
+        LowPrecision(torch.optim.SGD([torch.zeros(1)]), **_options(optimizer))
     except (TypeError, ValueError) as error:
         raise type(error)(f"optimizer of {where}: {error}") from None
+
+
+def _options(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: as_role(value) for name, value in optimizer.items()}
+
+
+def as_role(value: Any) -> Any:
+    """A role as ``Policy`` and ``LowPrecision`` take it: a mapping becomes a Quantizer."""
+    return Quantizer(**value) if isinstance(value, Mapping) else value
 
 
 def _check_loss_scale(scale: Any, where: str) -> None:
