@@ -35,6 +35,7 @@ __all__ = [
     "tally",
     "ulp",
     "unpack",
+    "updates",
 ]
 
 __version__ = "0.1.0"
@@ -48,7 +49,7 @@ _LAZY = {
     "emulate": "emulation",
     "LowPrecision": "optim",
 }
-_MODULES = ("optim", "plot", "scaling", "testing")
+_MODULES = ("optim", "plot", "scaling", "testing", "updates")
 
 
 def __getattr__(name: str) -> Any:

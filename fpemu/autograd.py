@@ -122,12 +122,12 @@ def _round_scaled(
         amax = _amax(x)
         if quantizer.scaling == "delayed" and sums is not None and len(sums) > SUMS:
             amax = _delayed(amax, sums[SUMS:])
-        return _round_by(amax, x, quantizer, key, counts, sums)
+        return round_by(amax, x, quantizer, key, counts, sums)
     channels = x.detach().movedim(quantizer.axis, 0).contiguous()
     rounded = torch.empty_like(channels)
     for number, channel in enumerate(channels):
         own = key and replace(key, offset=key.offset + number * channel.numel())
-        rounded[number] = _round_by(_amax(channel), channel, quantizer, own, counts, sums)
+        rounded[number] = round_by(_amax(channel), channel, quantizer, own, counts, sums)
     return torch.empty_like(x).copy_(rounded.movedim(0, quantizer.axis))
 
 
@@ -142,8 +142,13 @@ def _delayed(amax: float, history: Tensor) -> float:
     return earlier or amax
 
 
-def _round_by(
-    amax: float, x: Tensor, quantizer: Quantizer, key: Key | None, counts: Tensor | None, sums: Tensor | None
+def round_by(
+    amax: float,
+    x: Tensor,
+    quantizer: Quantizer,
+    key: Key | None,
+    counts: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """``x`` rounded as if scaled for this largest magnitude."""
     wide, fmt = _scaled(amax, x, quantizer.format)

@@ -30,8 +30,20 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     """``named_modules``, whose names leave out what wraps a module; of wrapper and wrapped, the latter."""
     names = {}
     for name, module in model.named_modules():
-        names[".".join(part for part in name.split(".") if part not in WRAPPERS)] = module
+        names[_without_wrappers(name)] = module
     return names
+
+
+def bare_name(name: str) -> str:
+    """The name of a module or parameter in the model itself, without what wraps that or a part of it."""
+    name = _without_wrappers(name)
+    while name.startswith("module."):  # of DistributedDataParallel
+        name = name.removeprefix("module.")
+    return name
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def as_patterns(value: Any, name: str) -> tuple[Pattern, ...]:

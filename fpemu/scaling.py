@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 
 from .formats import Format, as_format
 from .stats import Tally
@@ -97,6 +98,8 @@ class LossScaler(GradScaler):
 
     As torch's: ``scale(loss).backward()``, ``step(optimizer)``, ``update()``. To clip norms, first
     ``unscale_(optimizer)``, then clip, then ``step``: a norm of scaled gradients is ``scale`` times as large.
+    Float16 gradients are not unscaled in place, where the small ones would become zero again: an optimizer
+    with ``fused=True`` unscales inside its update, and ``clip_grad_norm_`` clips them scaled.
 
     Args:
         scale: The scale to begin with.
@@ -176,6 +179,48 @@ class LossScaler(GradScaler):
             self._set(min(max(highest, self._lowest()), self.ceiling))
         return float(self.get_scale())
 
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, in place, as torch does.
+
+        Raises:
+            ValueError: a gradient is float16.
+        """
+        if any(gradient.dtype == torch.float16 for gradient in _gradients(optimizer)):
+            raise ValueError(
+                "float16 gradients are not unscaled in place: what scaling saved would become zero again. "
+                "Make the optimizer with fused=True, which unscales inside its update, and clip with the "
+                "scaler's clip_grad_norm_; or keep float32 parameters and round them with LowPrecision"
+            )
+        super().unscale_(optimizer)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip the norm of all gradients of an optimizer, scaled or not.
+
+        Args:
+            optimizer: Whose gradients; they stay scaled if they are.
+            max_norm: Largest Euclidean norm of the unscaled gradients.
+
+        Returns:
+            That norm before, float32, infinite or NaN if a gradient is; then nothing is changed, and `step`
+            will skip.
+
+        Raises:
+            ValueError: ``max_norm`` is not above zero.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, got {max_norm!r}")
+        scaled = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+        scale = self.get_scale() if scaled else 1.0
+        gradients = _gradients(optimizer)
+        # Squares of float16 numbers overflow from 256 on.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) / scale if norms else torch.zeros(())
+        if torch.isfinite(norm) and norm > max_norm:
+            for gradient in gradients:
+                gradient.mul_(max_norm / norm.to(gradient.device))
+        return norm
+
     def _set(self, scale: float) -> None:
         self._init_scale = scale
         if self._scale is not None:
@@ -252,6 +297,11 @@ class LossScaler(GradScaler):
         for name in ("steps", "skipped", "skipped_in_a_row"):
             setattr(self, name, state.pop(name))
         super().load_state_dict(state)
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _bad(tally: Tally) -> int:

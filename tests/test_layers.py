@@ -23,8 +23,12 @@ LAYERS = [
     ["arrays"],  # L2
     ["quantize"],
     ["codes", "arithmetic", "blocks", "matmul", "stats"],
+    ["testing.report", "testing.inputs", "testing.calls"],
+    ["testing.exact"],
+    ["testing.randomness", "testing.strategies"],
+    ["testing.conformance"],
     ["testing"],
-    ["quantizer", "patterns"],  # L3
+    ["quantizer", "patterns", "shards", "updates"],  # L3
     ["policy", "autograd"],
     ["emulation.sites", "emulation.tensors", "emulation.report"],
     ["emulation.recompute", "emulation.every_op"],

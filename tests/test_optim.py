@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 
@@ -196,14 +197,15 @@ def test_weights_left_alone_stay_float32_bits():
     assert equal(w, plain)
 
 
+EPS = 1e-6  # not zero in the narrow formats of state
 MAKES = {
     "SGD": lambda p: SGD(p, lr=0.1),
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "Adam": lambda p: Adam(p, lr=0.01),
-    "Adam single": lambda p: Adam(p, lr=0.01, foreach=False, amsgrad=True),
-    "AdamW": lambda p: AdamW(p, lr=0.01),
-    "RMSprop": lambda p: RMSprop(p, lr=0.01, momentum=0.9, centered=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "Adam": lambda p: Adam(p, lr=0.01, eps=EPS),
+    "Adam single": lambda p: Adam(p, lr=0.01, foreach=False, amsgrad=True, eps=EPS),
+    "AdamW": lambda p: AdamW(p, lr=0.01, eps=EPS),
+    "RMSprop": lambda p: RMSprop(p, lr=0.01, momentum=0.9, centered=True, eps=EPS),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, eps=EPS),
 }
 EACH = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 
@@ -248,7 +250,7 @@ def test_momentum_is_rounded_between_steps():
 
 def test_the_step_count_of_a_scalar_parameter_is_no_state_to_round():
     w = nn.Parameter(torch.tensor(1.0))
-    optimizer = LowPrecision(Adam([w], lr=1e-3), state="e5m2")
+    optimizer = LowPrecision(Adam([w], lr=1e-3, eps=1e-3), state="e5m2")
     for _ in range(20):
         step(optimizer, torch.tensor(0.5))
     assert optimizer.state[w]["step"].item() == 20
@@ -544,15 +546,23 @@ def test_a_state_of_another_kind_is_refused(saved, loaded):
 @pytest.mark.parametrize(
     "options, error, match",
     [
-        ({}, ValueError, "needs weight= or state=, a format; both are None"),
+        ({}, ValueError, "needs weight=, state= or gradient=, a format; all are None"),
         ({"weight": "fp17"}, ValueError, "unknown format 'fp17'"),
         ({"weight": "fp16", "state": 16}, TypeError, "a format is given by name"),
         ({"weight": "fp16", "rounding": "toward_zero"}, ValueError, "choose from nearest_even, stochastic"),
         ({"state": "fp16", "master": True}, ValueError, "master=True needs weight="),
         ({"state": "fp16", "kahan": True}, ValueError, "kahan=True needs weight="),
         ({"weight": "fp16", "master": True, "kahan": True}, ValueError, "choose one"),
-        ({"weight": Quantizer("e4m3fn", scaling="tensor")}, ValueError, "give the Quantizer scaling=None"),
-        ({"state": Quantizer("e4m3fn", scaling="tensor")}, ValueError, "give the Quantizer scaling=None"),
+        (
+            {"weight": Quantizer("e4m3fn", scaling="tensor")},
+            ValueError,
+            "keeps weights and gradients unscaled",
+        ),
+        (
+            {"gradient": Quantizer("e4m3fn", scaling="tensor")},
+            ValueError,
+            "keeps weights and gradients unscaled",
+        ),
     ],
 )
 def test_arguments_that_say_nothing_or_too_much_are_refused(options, error, match):
@@ -574,3 +584,124 @@ def test_parameters_that_are_not_float32_are_refused(dtype, options):
     w = nn.Parameter(torch.ones(2, dtype=dtype))
     with pytest.raises(TypeError, match="float32"):
         LowPrecision(SGD([w], lr=1.0), **options)
+
+
+# State and gradients of their own formats.
+
+
+def resembling_adam(n=100_000):
+    """Second moments spread as those of a speaker encoder after 1.5 million steps: median 2**-26.2."""
+    return torch.exp2(-26.2 + 3.54 * normal(n)).abs()
+
+
+def after_a_step_of_nothing(state):
+    """exp_avg_sq of a step that leaves it but for rounding."""
+    w = nn.Parameter(torch.zeros(100_000))
+    optimizer = LowPrecision(Adam([w], lr=0.0, betas=(0.9, 1.0 - 2.0**-53), eps=EPS), state=state)
+    step(optimizer, torch.zeros(100_000))
+    optimizer.state[w]["exp_avg_sq"].copy_(resembling_adam())
+    step(optimizer, torch.zeros(100_000))
+    return optimizer.state[w]["exp_avg_sq"]
+
+
+def test_small_second_moments_are_lost_in_fp16_and_outlive_it_scaled():
+    exact = resembling_adam().numpy().astype(np.float64)
+    assert abs((exact < 2.0**-24).mean() - 0.733) < 5 * math.sqrt(0.733 * 0.267 / 100_000) + 0.002
+    plain = after_a_step_of_nothing({"exp_avg_sq": "fp16"}).numpy()
+    with np.errstate(under="ignore"):
+        assert np.array_equal(plain, exact.astype(np.float16).astype(np.float32))
+    assert (plain == 0).mean() > 0.6
+    scaled = after_a_step_of_nothing({"exp_avg_sq": Quantizer("fp16", scaling="tensor")}).numpy()
+    power = 2.0 ** math.floor(math.log2(65504 / exact.max()))
+    with np.errstate(under="ignore"):
+        assert np.array_equal(scaled, ((exact * power).astype(np.float16).astype(np.float32) / power))
+    assert (scaled == 0).mean() < 0.001
+
+
+def test_state_is_rounded_by_name_and_the_rest_if_asked():
+    for state, first, second in (
+        ({"exp_avg": "bf16"}, "bf16", None),
+        ({"exp_avg_sq": "e5m10", "*": "bf16"}, "bf16", "e5m10"),
+        ({"exp_avg": None, "*": "bf16"}, None, "bf16"),
+    ):
+        w = nn.Parameter(normal(100))
+        optimizer = LowPrecision(Adam([w], lr=0.01, eps=EPS), state=state)
+        step(optimizer, normal(100, seed=1))
+        for name, fmt in (("exp_avg", first), ("exp_avg_sq", second)):
+            assert representable(optimizer.state[w][name], fmt or "fp32")
+            assert fmt is not None or not representable(optimizer.state[w][name], "bf16")
+
+
+def test_state_that_the_optimizer_does_not_keep_is_refused():
+    w = weight(1.0)
+    optimizer = LowPrecision(SGD([w], lr=1.0, momentum=0.5), state={"exp_avg": "fp16"})
+    with pytest.raises(ValueError, match="names exp_avg, which SGD does not keep; it keeps momentum_buffer"):
+        step(optimizer, torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize("state", ["fp16", {"exp_avg_sq": "fp16"}, {"*": "fp16"}])
+def test_an_eps_that_would_be_zero_is_told(state):
+    with pytest.warns(UserWarning, match="eps=1e-08 of Adam is zero in binary16.*at least 5.96046e-08"):
+        LowPrecision(Adam([weight(1.0)]), state=state)
+
+
+@pytest.mark.parametrize("state", ["bf16", Quantizer("fp16", scaling="tensor"), {"exp_avg": "bf16"}])
+def test_an_eps_that_is_not_zero_is_not_told_of(state):
+    LowPrecision(Adam([weight(1.0)]), state=state)
+    LowPrecision(SGD([weight(1.0)], momentum=0.9), state="fp16")
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+@pytest.mark.parametrize("make", [SGD, Adam, AdamW])
+def test_foreach_and_fused_updates_are_rounded_once(make, kind):
+    """The wrapped step is the plain one from the same weights, rounded."""
+    model = [nn.Parameter(quantize(normal(20, 3), "fp16")), nn.Parameter(quantize(normal(3), "fp16"))]
+    plain = [nn.Parameter(p.detach().clone()) for p in model]
+    optimizer = LowPrecision(make(model, lr=0.01, **{kind: True}), weight="fp16")
+    inner = make(plain, lr=0.01, **{kind: True})
+    gradients = normal(20, 3, seed=1), normal(3, seed=2)
+    step(optimizer, *gradients)
+    step(inner, *gradients)
+    for w, p in zip(model, plain, strict=True):
+        assert equal(w, quantize(p.detach(), "fp16")) and not equal(w, p)
+
+
+def test_gradients_are_kept_in_their_format_from_one_backward_pass_to_the_next():
+    w = weight(1.0)
+    optimizer = LowPrecision(SGD([w], lr=1.0), gradient="bf16")
+    for value in [1.0] + [2.0**-9] * 100:
+        (w * value).sum().backward()
+    assert w.grad.item() == 1.0  # each small one is lost where the sum is stored
+    optimizer.zero_grad()
+    (w * (1 + 2.0**-9)).sum().backward()
+    optimizer.step()
+    assert w.item() == 0.0
+
+
+def test_gradients_accumulated_stochastically_draw_new_words_each_time():
+    lanes = 4000
+    w = nn.Parameter(torch.zeros(lanes))
+    optimizer = LowPrecision(SGD([w], lr=1.0), gradient="bf16", rounding="stochastic", key=Key(2))
+    for value in [1.0] + [2.0**-9] * 64:
+        (w * value).sum().backward()
+    # 64 times a quarter of the distance to the next value: p(1 - p) of variance each, if independent.
+    exact, deviation = 1 + 64 * 2.0**-9, 2.0**-7 * math.sqrt(64 * 0.25 * 0.75)
+    assert abs(w.grad.double().mean().item() - exact) < 5 * deviation / math.sqrt(lanes)
+    assert abs(w.grad.double().std().item() - deviation) < 5 * deviation / math.sqrt(2 * lanes)
+    optimizer.step()
+
+
+def test_sparse_gradients_are_no_gradients_to_keep_in_a_format():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = LowPrecision(SGD(embedding.parameters(), lr=1.0), gradient="bf16")
+    with pytest.raises(TypeError, match="got a sparse one of parameter 0"):
+        embedding(torch.tensor([1])).sum().backward()
+    optimizer.zero_grad()
+
+
+def test_gradients_are_left_alone_when_their_optimizer_is_gone():
+    w = weight(1.0)
+    LowPrecision(SGD([w], lr=1.0), gradient="e5m2")
+    gc.collect()
+    (w * 1.3).sum().backward()
+    assert w.grad.item() == np.float32(1.3)

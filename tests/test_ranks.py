@@ -10,15 +10,20 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_step_on_two_ranks_has_the_bits_of_one_process(kind):
-    script = pathlib.Path(__file__).with_name("ranks.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def torchrun(script, *arguments):
+    """Run a script of this folder on two ranks; fail with what it said."""
+    path = pathlib.Path(__file__).with_name(script)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
-        [*torchrun, script, kind],
+        [*launcher, path, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_step_on_two_ranks_has_the_bits_of_one_process(kind):
+    torchrun("ranks.py", kind)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fpemu import Policy, Quantizer, as_format, emulate, quantize, tally
+from fpemu import LowPrecision, Policy, Quantizer, as_format, emulate, quantize, tally
 from fpemu.scaling import EXPONENTS, Collapse, LossScaler, window
 
 
@@ -208,3 +208,93 @@ def test_scaled_gradients_survive_where_unscaled_ones_vanish(scale, kept):
 def test_bounds_that_exclude_each_other_are_refused(options, match):
     with pytest.raises(ValueError, match=match):
         LossScaler(device="cpu", **options)
+
+
+# Gradients that are float16, and clipping.
+
+SMALL = 2.0**-34  # zero in float16, and still there when scaled by 2**16
+
+
+def half(make, **options):
+    w = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    return w, make([w], **options), LossScaler(2.0**16, device="cpu")
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_a_fused_update_of_float16_weights_does_not_lose_what_scaling_saved(make):
+    # Adam's first update is lr whatever the gradient's size, as long as it is not zero; SGD's lr makes it so.
+    options = {"eps": 1e-20, "lr": 0.5} if make is torch.optim.Adam else {"lr": 2.0**33}
+    w, optimizer, scaler = half(make, fused=True, **options)
+    scaler.scale((w.float() * SMALL).sum()).backward()
+    assert w.grad.dtype == torch.float16 and w.grad.tolist() == [2.0**-18] * 2
+    scaler.step(optimizer)
+    scaler.update()
+    assert w.tolist() == [0.5, 0.5] and scaler.skipped == 0
+    # In place the gradient would be gone.
+    assert (w.grad / 2.0**16).tolist() == [0.0, 0.0]
+
+
+def test_a_fused_step_with_an_infinite_float16_gradient_is_skipped_and_counted():
+    w, optimizer, scaler = half(torch.optim.SGD, fused=True, lr=1.0)
+    scaler.scale(w.float().sum() * 2).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert w.tolist() == [1.0, 1.0] and (scaler.skipped, scaler.get_scale()) == (1, 2.0**15)
+
+
+def test_float16_gradients_are_not_unscaled_in_place():
+    w, optimizer, scaler = half(torch.optim.SGD, lr=1.0)
+    scaler.scale((w.float() * SMALL).sum()).backward()
+    with pytest.raises(ValueError, match="fused=True"):
+        scaler.step(optimizer)
+    assert w.grad.tolist() == [2.0**-18] * 2
+
+
+def test_rounded_gradients_are_unscaled_in_float32():
+    w = nn.Parameter(torch.zeros(2))
+    inner = torch.optim.SGD([w], lr=2.0**34)
+    optimizer, scaler = LowPrecision(inner, gradient="fp16"), LossScaler(2.0**16, device="cpu")
+    step(scaler, optimizer, w, torch.tensor([SMALL, SMALL * (1 + 2.0**-12)]))
+    assert w.tolist() == [-1.0, -1.0]  # the second was rounded where it lay, scaled
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_clipping_gives_the_same_update_scaled_or_unscaled(unscale_first):
+    w, optimizer, scaler = setup(scale=2.0**10)
+    gradient = torch.tensor([3.0, 4.0])
+    scaler.scale((w * gradient).sum()).backward()
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    assert scaler.clip_grad_norm_(optimizer, 2.5).item() == 5.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert w.tolist() == [1 - 1.5, 1 - 2.0]
+
+
+def test_torchs_clipping_is_right_after_unscaling_and_far_too_strong_before():
+    ends = []
+    for unscale_first in (True, False):
+        w, optimizer, scaler = setup(scale=2.0**10)
+        scaler.scale((w * torch.tensor([3.0, 4.0])).sum()).backward()
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([w], 2.5)
+        scaler.step(optimizer)
+        ends.append((1 - w.detach()).norm().item())
+    assert ends == [pytest.approx(2.5), pytest.approx(2.5 / 2**10)]
+
+
+def test_float16_norms_do_not_overflow():
+    w, optimizer, scaler = half(torch.optim.SGD, fused=True, lr=1.0)
+    w.grad = torch.full((2,), 30000.0, dtype=torch.float16)
+    scaler.scale(w.sum())  # makes the scale
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    assert norm.item() == pytest.approx(30000 * 2**0.5 / 2**16) and w.grad.tolist() == [30000.0] * 2
+    w.grad.fill_(math.inf)
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == math.inf and w.grad.tolist() == [math.inf] * 2
+
+
+def test_a_norm_to_clip_to_is_above_zero():
+    _, optimizer, scaler = setup()
+    with pytest.raises(ValueError, match="max_norm must be above 0, got 0"):
+        scaler.clip_grad_norm_(optimizer, 0)

@@ -17,11 +17,10 @@ from same import differ, same
 from typer.testing import CliRunner
 
 import fpemu
-from fpemu import testing
 from fpemu.__main__ import app
 from fpemu.formats import OVERFLOWS, ROUNDINGS, Format, as_format
 from fpemu.reference import round_value
-from fpemu.testing import Example, Report, Row, check, formats, hard_inputs, values
+from fpemu.testing import Example, Report, Row, check, exact, formats, hard_inputs, inputs, values
 
 MODES = [mode for mode in ROUNDINGS if mode != "stochastic"]
 INF, NAN = math.inf, math.nan
@@ -39,17 +38,17 @@ def wrong_regions(report):
 def test_what_is_expected_is_what_the_reference_says(data, fmt, rounding, overflow):
     x = np.array(data.draw(st.lists(hard_inputs(fmt), min_size=1, max_size=20)), np.float32)
     expected = [round_value(v, fmt, rounding, overflow=overflow) for v in x.tolist()]
-    assert same(testing._expected(x, fmt, rounding, overflow), np.array(expected))
+    assert same(exact.expected(x, fmt, rounding, overflow), np.array(expected))
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), fmt=formats(), overflow=st.sampled_from(OVERFLOWS))
 def test_neighbours_are_those_of_the_reference(data, fmt, overflow):
     x = np.array(data.draw(st.lists(hard_inputs(fmt), min_size=1, max_size=20)), np.float32)
-    down, up = testing._neighbours(x, fmt, overflow)
+    down, up = exact.neighbours(x, fmt, overflow)
     for word, expected in ((0, down), (2**32 - 1, up)):
         # Of a smaller fraction even the largest word leaves nothing to carry.
-        shown = (testing._split(x, fmt).remainder >= 2.0**-32) | (word == 0) | ~differ(down, up)
+        shown = (exact.split_quanta(x, fmt).remainder >= 2.0**-32) | (word == 0) | ~differ(down, up)
         got = [round_value(v, fmt, "stochastic", overflow=overflow, word=word) for v in x[shown].tolist()]
         assert same(np.array(got, np.float64), expected[shown])
 
@@ -101,9 +100,9 @@ def test_every_float32():
 
 
 def test_all_patterns_are_walked_once(monkeypatch):
-    monkeypatch.setattr(testing, "CHUNK", 1 << 30)
+    monkeypatch.setattr(inputs, "CHUNK", 1 << 30)
     monkeypatch.setattr(np, "arange", lambda stop, dtype: np.array([0, stop - 1], dtype))
-    ends = np.concatenate(list(testing._patterns(as_format("fp16"), 32, 0))).tolist()
+    ends = np.concatenate(list(inputs.patterns(as_format("fp16"), 32, 0))).tolist()
     assert ends == [0, 2**30 - 1, 2**30, 2**31 - 1, 2**31, 3 * 2**30 - 1, 3 * 2**30, 2**32 - 1]
 
 
