@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -398,15 +399,17 @@ def test_the_grid_writes_a_table_and_a_figure_and_says_where(tmp_path, monkeypat
     assert [row["warmup"] for row in table] == [0] * 11 + [100] * 5
 
 
-def test_a_model_of_text_trains_on_pydoc_with_its_own_preset(tmp_path):
-    arguments = ["ablate", "--model", "gru", "--strategies", "fp32", "--steps", "1", "--batch", "256"]
+def test_a_model_of_text_trains_on_pydoc_with_its_own_preset(tmp_path, monkeypatch):
+    # As an attribute of the package, "train" is the function.
+    monkeypatch.setattr(importlib.import_module("fpemu.experiments.train"), "SAMPLE", 64)
+    arguments = ["ablate", "--model", "gru", "--strategies", "fp32", "--steps", "1", "--batch", "9"]
     result = CliRunner().invoke(
         app, [*arguments, "--optimizer", "adam", "--lr", "0.5", "--out", str(tmp_path)]
     )
     assert result.exit_code == 0 and LOW_RATE not in result.stdout
     (entry,) = json.loads((tmp_path / "results.json").read_text())["results"]
     assert entry["settings"] | {"epochs": 0} == {
-        "data": "pydoc", "lr": 0.5, "momentum": 0.0, "batch": 256, "epochs": 0, "model": "gru",
+        "data": "pydoc", "lr": 0.5, "momentum": 0.0, "batch": 9, "epochs": 0, "model": "gru",
         "optimizer": "adam", "warmup": 0, "steps": 1,
     }  # fmt: skip
 
