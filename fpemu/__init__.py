@@ -16,6 +16,8 @@ __all__ = [
     "LowPrecision",
     "Policy",
     "Quantizer",
+    "Recorder",
+    "Records",
     "Tally",
     "as_format",
     "cast",
@@ -24,6 +26,7 @@ __all__ = [
     "emulate",
     "encode",
     "is_representable",
+    "load",
     "next_down",
     "next_up",
     "optim",
@@ -47,6 +50,9 @@ _LAZY = {
     "Emulation": "emulation",
     "emulate": "emulation",
     "LowPrecision": "optim",
+    "Recorder": "record",
+    "Records": "records",
+    "load": "records",
 }
 _MODULES = ("optim", "plot", "scaling", "testing")
 

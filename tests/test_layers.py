@@ -34,7 +34,11 @@ LAYERS = [
     ["emulation.audit"],
     ["emulation.attach"],
     ["emulation", "optim", "scaling", "comm"],
-    ["record"],  # L4
+    ["taps", "answers"],  # L4
+    ["watching"],
+    ["parts"],
+    ["records"],
+    ["record"],
     ["plot"],
     ["report"],
     ["__init__"],  # the public names: of the package, only programs import these

@@ -1,4 +1,4 @@
-"""Emulation under DistributedDataParallel and FSDP2, on two processes."""
+"""Emulation and records under DistributedDataParallel and FSDP2, on several processes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_step_on_two_ranks_has_the_bits_of_one_process(kind):
-    script = pathlib.Path(__file__).with_name("ranks.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def run(ranks, name, *arguments):
+    script = pathlib.Path(__file__).with_name(name)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     result = subprocess.run(
-        [*torchrun, script, kind],
+        [*torchrun, script, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_step_on_two_ranks_has_the_bits_of_one_process(kind):
+    run(2, "ranks.py", kind)
+
+
+def test_records_of_four_ranks_are_those_of_one_process(tmp_path):
+    run(4, "recording_ranks.py", tmp_path, "ddp", "fsdp")
