@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -124,6 +125,11 @@ class Records:
         total = Tally()
         for scale in self._distinct("scale"):
             rows = self.table.filter(pc.equal(self.table.column("scale"), scale))
+            if math.frexp(scale)[0] != 0.5:
+                raise ValueError(
+                    f"these numbers were recorded under a loss scale that is no power of two, {scale:g}: "
+                    "bins cannot be divided by it; seen() gives them as they were"
+                )
             part = merged(rows)
             total = total + (part if scale == 1 else part.scaled(1 / scale))
         return total
