@@ -104,7 +104,9 @@ class Watch:
             compile_anew(self.model)
 
     def _counter(self, module: str, role: str) -> Counter:
-        return self.counters.setdefault((module, role), Counter(self.formats))
+        if (module, role) not in self.counters:
+            self.counters[module, role] = Counter(self.formats)
+        return self.counters[module, role]
 
     def _scale(self) -> float | None:
         if self.scaler is None or isinstance(self.scaler, (int, float)):
@@ -165,10 +167,11 @@ class Watch:
     def _see_update(self, name: str, before: Tensor | None, after: Tensor | None) -> None:
         if before is None or after is None or before.is_complex():
             return
-        old, update = before.double(), after.double() - before.double()
+        # As wide as float32 at least; exact wherever the weight moved by less than half of itself.
+        wide = torch.promote_types(before.dtype, torch.float32)
+        old, update = before.to(wide), after.to(wide) - before
         self._counter(name, "update").add(update)
-        moved = update != 0
-        self._counter(name, "update_ratio").add(old[moved].abs() / update[moved].abs())
+        self._counter(name, "update_ratio").add(old.div_(update).masked_fill_(update == 0, 0))
 
     def take(self, step: int) -> tuple[list[Counted], Step]:
         """What was counted since the last call, in the model's order, and what is known of the step."""
