@@ -19,10 +19,10 @@ from .answers import Comparison, Event, Loss, Suggestion, WhatIf, pandas_of
 from .columns import aligned
 from .formats import Format, as_format
 from .kernels.layout import FIELDS, SQUARES
-from .parts import LOSSES, NUMBERS, STEPS, TALLIES, merged, read_part
+from .parts import LOSSES, NUMBERS, STEPS, TALLIES, merged, read_part, steps_table, tallies_table
 from .scaling import window
 from .stats import Tally, overflow_limit
-from .watching import GRADIENTS
+from .watching import GRADIENTS, Counted, Step
 
 ORIGIN = [("run", pa.string()), ("rank", pa.int32())]
 
@@ -116,6 +116,12 @@ class Records:
                 mask = pc.and_(here, pc.equal(keys.column("role"), role))
                 yield module, role, Records(self.table.filter(mask), self.steps_table, self.runs)
 
+    def _numbers(self) -> Records:
+        """Without the ratios of weights to updates, which no format holds; unless there is nothing else."""
+        others = pc.not_equal(self.table.column("role"), "update_ratio")
+        table = self.table.filter(others)
+        return Records(table, self.steps_table, self.runs) if table.num_rows else self
+
     def tally(self) -> Tally:
         """All numbers in one tally, divided by the loss scale that they were recorded with; exact.
 
@@ -175,7 +181,7 @@ class Records:
         """
         fmt = as_format(fmt)
         losses, total = [], Tally()
-        for module, role, group in self.groups():
+        for module, role, group in self._numbers().groups():
             tally = group.tally()
             total = total + tally
             losses.append(_loss(module, role, tally, fmt, scale, rounding))
@@ -206,16 +212,17 @@ class Records:
             is none.
         """
         limit = np.inf if fmt is None else overflow_limit(as_format(fmt))
-        columns = {name: self.table.column(name).to_numpy() for name in (*NUMBERS, "amax")}
+        records = self._numbers()
+        columns = {name: records.table.column(name).to_numpy() for name in (*NUMBERS, "amax")}
         infinite = columns["positive_infinity"] + columns["negative_infinity"]
         large = columns["amax"] >= limit
         found = np.flatnonzero((infinite + columns["nan"] > 0) | large)
         if not found.size:
             return None
-        place = self._earliest(found)
+        place = records._earliest(found)
         counts = f"{infinite[place]} infinities and {columns['nan'][place]} NaNs"
         amax = f"a largest finite magnitude of {columns['amax'][place]:.4g}"
-        return self._event(place, f"has {counts}" + ("" if not large[place] else f" and {amax}"))
+        return records._event(place, f"has {counts}" + ("" if not large[place] else f" and {amax}"))
 
     def first_underflow(self, threshold: float = 0.01, fmt: str | Format = "fp16") -> Event | None:
         """The first tally of which a format makes more than a share zero; as scaled.
@@ -229,11 +236,12 @@ class Records:
         """
         if not 0 <= threshold <= 1:
             raise ValueError(f"threshold must be a share from 0 to 1, got {threshold!r}")
-        order = np.argsort(self.table.column("step").to_numpy(), kind="stable")
+        records = self._numbers()
+        order = np.argsort(records.table.column("step").to_numpy(), kind="stable")
         for place in order.tolist():
-            share = merged(self.table.slice(place, 1)).lost(fmt)
+            share = merged(records.table.slice(place, 1)).lost(fmt)
             if share > threshold:
-                return self._event(place, f"loses {share:.1%} of its nonzero values in {as_format(fmt)}")
+                return records._event(place, f"loses {share:.1%} of its nonzero values in {as_format(fmt)}")
         return None
 
     def _earliest(self, places: Any) -> int:
@@ -284,7 +292,7 @@ class Records:
         rows = [("module", "role", "tallies", "values", "zero", "median", "largest", "inf and NaN")]
         for module, role, group in self.groups():
             t = group.tally()
-            bad = t.nan + t.positive_infinity + t.negative_infinity
+            bad = t.nan + t.infinities
             shares = (f"{t.share('zero'):.2%}", f"{t.quantile(0.5):.2g}", f"{t.amax:.3g}", str(bad))
             rows.append((module or "(model)", role, str(len(group)), str(t.count), *shares))
         return "\n".join(aligned(rows, right=range(2, 8)))
@@ -332,9 +340,11 @@ def _some(values: list[Any]) -> str:
     return ", ".join(map(str, values[:8])) + (f" and {len(values) - 8} more" if len(values) > 8 else "")
 
 
-def made(tallies: pa.Table, steps: pa.Table, run: str, rank: int) -> tuple[pa.Table, pa.Table]:
-    """Tables of one process with the columns that say which."""
-    return _with_origin(tallies, run, rank), _with_origin(steps, run, rank)
+def records_of(counted: Iterable[tuple[int, Counted]], steps: Iterable[Step]) -> Records:
+    """Records of one process, from what was counted in steps of these numbers."""
+    return Records(
+        _with_origin(tallies_table(counted), "", 0), _with_origin(steps_table(steps), "", 0), {"": {}}
+    )
 
 
 def _with_origin(table: pa.Table, run: str, rank: int) -> pa.Table:

@@ -105,6 +105,11 @@ class Tally:
         return self._named("negative_infinity")
 
     @property
+    def infinities(self) -> int:
+        """Elements that are infinite, of either sign."""
+        return self.positive_infinity + self.negative_infinity
+
+    @property
     def nan(self) -> int:
         """NaNs."""
         return self._named("nan")
@@ -256,8 +261,7 @@ class Tally:
 
     def rms(self) -> float:
         """Root of the mean square of the finite values; 0.0 without any."""
-        infinities = self.positive_infinity + self.negative_infinity
-        finite = self.count - self.nan - infinities
+        finite = self.count - self.nan - self.infinities
         return math.sqrt(float(self.sums[SQUARES]) / finite) if finite else 0.0
 
     def scaled(self, scale: float) -> Tally:
