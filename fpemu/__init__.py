@@ -29,6 +29,7 @@ __all__ = [
     "load",
     "next_down",
     "next_up",
+    "observe",
     "optim",
     "pack",
     "plot",
@@ -53,6 +54,7 @@ _LAZY = {
     "Recorder": "record",
     "Records": "records",
     "load": "records",
+    "observe": "observation",
 }
 _MODULES = ("optim", "plot", "scaling", "testing")
 

@@ -99,6 +99,11 @@ class Counter:
             self.counts, self.sums = self.counts.to(device), self.sums.to(device)
         return self.specs, self.counts, self.sums
 
+    @property
+    def used(self) -> bool:
+        """Whether something was counted since the last `take`."""
+        return bool(self.counts[0, 0])
+
     def take(self) -> list[Tally]:
         """The tallies since the last call; none if nothing was counted."""
         counts, sums = self.counts.cpu().numpy(), self.sums.cpu().numpy()

@@ -182,6 +182,11 @@ class Watch:
         self.scale = self._scale()
         return counted, known
 
+    @property
+    def pending(self) -> bool:
+        """Whether something was counted since the last call of `take`."""
+        return self._seen or any(counter.used for counter in self.counters.values())
+
     def _take(self) -> list[Counted]:
         if not self._seen:
             # Without an optimizer to tell, gradients are as the loss scale left them.
