@@ -209,6 +209,7 @@ def heatmap(
         row[:] = np.where(bins, 100 * bins / max(1, int(tally.histogram.sum())), np.nan)
     # A binade with nearly all values, as gradients have at the start, would leave no colours to the rest.
     colours: dict[str, Any] = {"cmap": "cividis", "vmin": 0, "vmax": float(np.nanpercentile(shares, 98))}
+    colours["rasterized"] = True  # cells side by side in a vector file show seams
     ax = _axes(ax)
     grid = np.arange(low, high + 1)
     if by == "module":

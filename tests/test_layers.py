@@ -40,8 +40,7 @@ LAYERS = [
     ["records"],
     ["record"],
     ["plot"],
-    ["observation"],
-    ["report"],
+    ["observation", "report", "terminal"],
     ["__init__"],  # the public names: of the package, only programs import these
     ["experiments.strategies", "experiments.data", "experiments.models"],  # L5
     ["experiments.train"],
