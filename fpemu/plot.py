@@ -37,6 +37,7 @@ def histogram(
     *,
     module: str | None = None,
     role: str | None = None,
+    zeros: bool = False,
 ) -> Axes:
     """One bar a binade of the nonzero values, with the ranges of a format marked.
 
@@ -50,6 +51,8 @@ def histogram(
         ax: Where to draw; ``None``: a new figure.
         module: Which of the Records, as for ``Records.select``.
         role: The same.
+        zeros: Also a bar of the values that are zero already, at the left, and shares of all finite values on
+            a logarithmic axis, as in figure 3 of "Mixed Precision Training" (arXiv 1710.03740).
 
     Returns:
         The Axes. Its title holds the share that becomes zero.
@@ -60,6 +63,8 @@ def histogram(
     fmt, tally = as_format(fmt), _tally_of(counted, module, role)
     lost = tally.lost(fmt, scale)
     edges, height = _shares(tally, "histogram")
+    if zeros:
+        height = height * tally.histogram.sum() / (tally.histogram.sum() + tally.zero)
     shift = log2_of(scale)
     left = edges[:-1] + shift
 
@@ -67,8 +72,9 @@ def histogram(
     ends = (_lowest(tally), edges[-1], _lowest(tally) + shift, left[-1] + 1)
     limits = (min(*ends, _zero_edge(fmt)) - _MARGIN, max(*ends, fmt.emin + 1) + _MARGIN)
     _mark_ranges(ax, fmt, *limits)
-    ax.bar(left, height, **_BARS)
-    if shift:
+    shown = left >= limits[0]
+    ax.bar(left[shown], height[shown], **_BARS)
+    if shift and not zeros:
         _show_shift(ax, edges, height, shift)
     scaled = "" if scale == 1 else f" at scale {_power(shift)}"
     ax.set(
@@ -79,7 +85,25 @@ def histogram(
         title=f"{100 * lost:.1f} % of nonzero values become zero in {fmt.name}{scaled}",
     )
     _label_binades(ax.xaxis)
+    if zeros:
+        _show_zeros(ax, tally, limits)
     return ax
+
+
+def _show_zeros(ax: Axes, tally: Tally, limits: tuple[float, float]) -> None:
+    """A bar of the values that are zero, left of all others, and the axes for it."""
+    finite = int(tally.histogram.sum()) + tally.zero
+    share, place = 100 * tally.zero / finite, limits[0] - 3
+    ax.bar([place], [share], **_BARS)
+    ax.text(place + 0.5, -0.03, "0", transform=ax.get_xaxis_transform(), ha="center", va="top")
+    ax.axvline(limits[0], color="#333333", linewidth=1)
+    ax.set(
+        xlim=(place - 2, limits[1]),
+        ylim=(0.8 * min(100 / finite, 0.01), 200),
+        yscale="log",
+        ylabel="share of finite values, %",
+    )
+    ax.yaxis.set_major_formatter("{x:g}")
 
 
 def _show_shift(ax: Axes, edges: npt.NDArray[np.int64], height: npt.NDArray[np.float64], shift: int) -> None:

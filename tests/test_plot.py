@@ -184,6 +184,18 @@ def test_the_smallest_thousandth_lies_outside_the_picture(ax):
     assert ax.get_xlim()[0] == -27
 
 
+def test_zeros_have_a_bar_of_their_own(ax):
+    plot.histogram(fpemu.tally(VALUES), "fp16", ax=ax, zeros=True)
+    # 9 finite values, one of them zero; the share in the title is of those that are not.
+    assert bars(ax) == {
+        b: pytest.approx(100 * n / 9) for b, n in {-27: 2, -25: 1, -20: 1, 0: 3, 17: 1}.items()
+    }
+    assert [(bar.get_x(), bar.get_height()) for bar in ax.containers[1]] == [(-32, pytest.approx(100 / 9))]
+    assert ax.get_yscale() == "log" and ax.get_ylabel() == "share of finite values, %"
+    assert "0" in [text.get_text() for text in ax.texts]
+    assert ax.get_title() == "37.5 % of nonzero values become zero in binary16"
+
+
 def test_each_module_has_a_ridge_and_its_share(ax):
     assert plot.ridgeline(records(), "fp16", ax=ax) is ax
     ridges = [p for p in ax.patches if isinstance(p, StepPatch)]
