@@ -56,7 +56,7 @@ _LAZY = {
     "load": "records",
     "observe": "observation",
 }
-_MODULES = ("optim", "plot", "scaling", "testing")
+_MODULES = ("export", "optim", "plot", "report", "scaling", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -40,7 +40,7 @@ LAYERS = [
     ["records"],
     ["record"],
     ["plot"],
-    ["observation", "report", "terminal"],
+    ["observation", "report", "terminal", "export"],
     ["__init__"],  # the public names: of the package, only programs import these
     ["experiments.strategies", "experiments.data", "experiments.models"],  # L5
     ["experiments.train"],
