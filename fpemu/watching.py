@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .emulation.hooks import ModuleHooks
@@ -81,10 +82,14 @@ class Watch:
         self._before: dict[Tensor, Tensor] = {}
         self._seen = False  # the parameters and their gradients, in this step
         self._stepped = False
+        self._found_inf: Tensor | None = None
+        self._unhooked: dict[str, str] = {}
         self._handles: list[Any] = []
         self.scale = self._scale()
         for name, module in known.items():
-            if name in self.names and _returns_activations(name, module):
+            if name in self.names and isinstance(module, torch.jit.ScriptModule):
+                self._unhooked[f"{name or '(model)'} activation"] = "a torch.jit module takes no hooks"
+            elif name in self.names and _returns_activations(name, module):
                 tap = Tap(self.switch, self._counter(name, "activation"), self._counter(name, "gradient"))
                 # Before an emulation rounds what the module returns, and the gradient.
                 self._handles.append(module.register_forward_hook(tap.see, prepend=True))
@@ -120,7 +125,7 @@ class Watch:
             for parameter in module._parameters.values():
                 if parameter is not None and parameter not in seen:
                     seen.add(parameter)
-                    if name in self.names:
+                    if name in self.names and not isinstance(parameter, UninitializedParameter):
                         yield _owner(name), parameter
 
     def _local(self, x: Tensor) -> Tensor | None:
@@ -138,27 +143,35 @@ class Watch:
             self._counter(module, role).add(local)
             self._scales[role] = scale
 
-    def _see_parameters(self, scale: float) -> None:
-        self._seen = True
+    def _see_weights(self) -> None:
         for name, parameter in self._parameters():
             self._add(name, "weight", parameter)
+
+    def _see_gradients(self, scale: float) -> None:
+        self._seen = True
+        for name, parameter in self._parameters():
             self._add(name, "weight_gradient", parameter.grad, scale)
 
     @torch.no_grad()
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._found_inf = getattr(optimizer, "found_inf", None)  # a fused step tests it, and does nothing
         self._stepped = True
         if self.switch.on:
-            fused = getattr(optimizer, "grad_scale", None) is not None  # it unscales by itself
-            self._see_parameters((self.scale or 1.0) if fused else 1.0)
-            self._before = {p: p.detach().clone() for _, p in self._parameters() if p.grad is not None}
+            self._see_weights()
+            if not _closure(args, kwargs):
+                fused = getattr(optimizer, "grad_scale", None) is not None  # it unscales by itself
+                self._see_gradients((self.scale or 1.0) if fused else 1.0)
+            self._before = {p: p.detach().clone() for _, p in self._parameters() if p.requires_grad}
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         before, self._before = self._before, {}
         if not self.switch.on:
             return
+        if _closure(args, kwargs):
+            self._see_gradients(1.0)
         for name, parameter in self._parameters():
-            if parameter in before:
+            if parameter in before and parameter.grad is not None:
                 self._see_update(name, self._local(before[parameter]), self._local(parameter))
                 for what, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -190,7 +203,8 @@ class Watch:
     def _take(self) -> list[Counted]:
         if not self._seen:
             # Without an optimizer to tell, gradients are as the loss scale left them.
-            self._see_parameters((self.scale or 1.0) if self.optimizer is None else 1.0)
+            self._see_weights()
+            self._see_gradients((self.scale or 1.0) if self.optimizer is None else 1.0)
         self._scales["gradient"] = self.scale or 1.0
         return [
             Counted(module, role, self._scales.get(role, 1.0), tallies)
@@ -201,7 +215,7 @@ class Watch:
     def _skipped(self) -> bool | None:
         if self.optimizer is None or self.scale is None or isinstance(self.scaler, (int, float)):
             return None
-        found = getattr(self.optimizer, "found_inf", None)  # a fused step that does nothing
+        found = self._found_inf
         return not self._stepped or (found is not None and bool(found > 0))
 
     def _place(self, key: tuple[str, str]) -> tuple[int, int, str]:
@@ -210,7 +224,7 @@ class Watch:
 
     def left_alone(self) -> dict[str, str]:
         """By module and role, why tensors were not counted."""
-        return {
+        return self._unhooked | {
             f"{module or '(model)'} {role}": ", ".join(sorted(counter.left_alone))
             for (module, role), counter in self.counters.items()
             if counter.left_alone
@@ -230,6 +244,11 @@ class Watch:
 def _owner(name: str) -> str:
     """The module that a parametrization's parameters belong to."""
     return f".{name}".partition(".parametrizations")[0].removeprefix(".")
+
+
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an optimizer's step computes the gradients itself; the optimizer is the first argument."""
+    return any(arg is not None for arg in args[1:]) or kwargs.get("closure") is not None
 
 
 def _returns_activations(name: str, module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -237,6 +238,81 @@ def test_gradients_that_nobody_unscaled_carry_the_scale(tmp_path):
         plain[0].bias.grad
     )
     assert set(records.select(role="weight").table.column("scale").to_pylist()) == {1.0}
+
+
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_a_fused_optimizer_that_unscales_itself_gets_scaled_gradients(tmp_path, factor):
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    with Recorder(tmp_path, every=1).watch(model, optimizer, scaler) as recorder:
+        scaler.scale(model(torch.ones(5, 6)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        recorder.step()
+    records = load(tmp_path)
+    assert set(records.select(role="weight_gradient").table.column("scale").to_pylist()) == {128.0}
+    assert records.steps_table.column("skipped").to_pylist() == [factor == math.inf]
+
+
+def test_the_gradients_that_a_closure_computes_are_counted_after_it(tmp_path):
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(5, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    with Recorder(tmp_path, every=1).watch(model, optimizer) as recorder:
+        optimizer.step(closure)
+        recorder.step()
+    records = load(tmp_path)
+    wanted = tally(model[2].weight.grad) + tally(model[2].bias.grad)
+    assert records.select("2", "weight_gradient").tally() == wanted
+    assert records.select("2", "update").tally().count == 27
+
+
+def test_outputs_of_autocast_are_counted(tmp_path):
+    model = mlp()
+    with Recorder(tmp_path, every=1, formats=["fp16", "tf32"]).watch(model) as recorder:
+        x = torch.randn(5, 6)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+            wanted = tally(model[0](x).detach(), "tf32")
+        y.float().sum().backward()
+        recorder.step()
+    # The second forward, of one layer, is counted too.
+    assert load(tmp_path).select("0", "activation").seen("tf32") == wanted + wanted
+    assert load(tmp_path).select("2", "gradient").tally() == tally(torch.ones(5, 3))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_scripted_modules_transforms_and_lazy_parameters_are_left_alone_with_a_reason(tmp_path):
+    lazy = nn.LazyLinear(3)
+    model = nn.Sequential(torch.jit.trace(nn.Linear(6, 6), torch.ones(1, 6)), nn.Linear(6, 6), lazy)
+    with Recorder(tmp_path, every=1).watch(model) as recorder:
+        torch.vmap(model[1])(torch.ones(5, 6))
+        recorder.step()
+    records = load(tmp_path)
+    assert records.roles == ["weight"] and records.modules == ["0", "1"]
+    assert json.loads((tmp_path / "run.json").read_text())["left_alone"] == {
+        "0 activation": "a torch.jit module takes no hooks",
+        "1 activation": "it is within a transform of torch.func",
+    }
+
+
+def test_a_watched_model_can_be_audited_and_rounded_op_by_op(tmp_path):
+    model = mlp()
+    for name, policy in (("a", Policy(activation="e5m2", weight="e5m2")), ("b", Policy(every_op="e5m2"))):
+        with emulate(model, policy) as emulation:
+            audited = str(emulation.audit(torch.ones(5, 6)))
+            with Recorder(tmp_path / name, every=1).watch(model) as recorder:
+                assert str(emulation.audit(torch.ones(5, 6))) == audited
+                recorder.step()
+        assert load(tmp_path / name).select("2", "gradient").tally().count == 15
 
 
 class Odd(nn.Module):
