@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from .formats import Format
 from .kernels.layout import AMAX, ERRORS, FIELDS, HISTOGRAM, LOWEST, POWERS, SQUARES
-from .stats import Tally
+from .stats import Tally, zero_edge
 from .watching import Counted, Step
 
 NUMBERS = FIELDS[: FIELDS.index("underflow")]  # what does not depend on a format
@@ -92,25 +94,36 @@ def merged(rows: pa.Table) -> Tally:
     """The tally of all rows together, of no format."""
     total = Tally()
     for name in NUMBERS:
-        total.counts[FIELDS.index(name)] = _sum(rows, name)
-    lowest = rows.column("lowest").to_numpy()
+        total.counts[FIELDS.index(name)] = rows.column(name).to_numpy().sum()
     for name, start in (("histogram", HISTOGRAM), ("powers", POWERS)):
-        lengths, values = _lists(rows.column(name))
-        ends = np.cumsum(lengths)
-        bins = np.arange(values.size) + np.repeat(lowest - LOWEST - (ends - lengths), lengths)
-        np.add.at(total.counts, start + bins, values)
+        _, binades, values = _bins(rows, name)
+        np.add.at(total.counts, start + binades - LOWEST, values)
     total.sums[AMAX] = max(rows.column("amax").to_numpy(), default=0.0)
     total.sums[SQUARES] = rows.column("squares").to_numpy().sum()
     return total
 
 
-def _sum(rows: pa.Table, name: str) -> int:
-    return int(rows.column(name).to_numpy().sum())
+def shares_lost(rows: pa.Table, fmt: str | Format) -> npt.NDArray[np.float64]:
+    """``Tally.lost`` of each row, as it was seen."""
+    edge, tie = zero_edge(fmt)
+    lost, total = (np.zeros(rows.num_rows, np.int64) for _ in range(2))
+    places, binades, values = _bins(rows, "histogram")
+    np.add.at(total, places, values)
+    np.add.at(lost, places[binades < edge], values[binades < edge])
+    if tie:
+        places, binades, values = _bins(rows, "powers")
+        np.add.at(lost, places[binades == edge], values[binades == edge])
+    return lost / np.maximum(total, 1)
 
 
-def _lists(column: pa.ChunkedArray) -> tuple[Any, Any]:
-    """The lengths of lists, and their elements one after the other."""
-    return pc.list_value_length(column).to_numpy().astype(np.int64), pc.list_flatten(column).to_numpy()
+def _bins(rows: pa.Table, name: str) -> tuple[Any, Any, Any]:
+    """Row, binade and count of all bins of a column of lists."""
+    column, lowest = rows.column(name), rows.column("lowest").to_numpy()
+    lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
+    values = pc.list_flatten(column).to_numpy()
+    starts = np.cumsum(lengths) - lengths
+    binades = np.arange(values.size) + np.repeat(lowest - starts, lengths)
+    return np.repeat(np.arange(len(lengths)), lengths), binades, values
 
 
 def write_part(directory: Path, number: int, table: pa.Table) -> Path:

@@ -19,7 +19,7 @@ from .answers import Comparison, Event, Loss, Suggestion, WhatIf, pandas_of
 from .columns import aligned
 from .formats import Format, as_format
 from .kernels.layout import FIELDS, SQUARES
-from .parts import LOSSES, NUMBERS, STEPS, TALLIES, merged, read_part, steps_table, tallies_table
+from .parts import LOSSES, NUMBERS, STEPS, TALLIES, merged, read_part, shares_lost, steps_table, tallies_table
 from .scaling import window
 from .stats import Tally, overflow_limit
 from .watching import GRADIENTS, Counted, Step
@@ -237,12 +237,12 @@ class Records:
         if not 0 <= threshold <= 1:
             raise ValueError(f"threshold must be a share from 0 to 1, got {threshold!r}")
         records = self._numbers()
-        order = np.argsort(records.table.column("step").to_numpy(), kind="stable")
-        for place in order.tolist():
-            share = merged(records.table.slice(place, 1)).lost(fmt)
-            if share > threshold:
-                return records._event(place, f"loses {share:.1%} of its nonzero values in {as_format(fmt)}")
-        return None
+        shares = shares_lost(records.table, fmt)
+        found = np.flatnonzero(shares > threshold)
+        if not found.size:
+            return None
+        place = records._earliest(found)
+        return records._event(place, f"loses {shares[place]:.1%} of its nonzero values in {as_format(fmt)}")
 
     def _earliest(self, places: Any) -> int:
         steps = self.table.column("step").to_numpy()[places]

@@ -34,6 +34,29 @@ def log2_of(scale: float) -> int:
     return exponent - 1
 
 
+def zero_edge(fmt: str | Format, scale: float = 1.0, rounding: str = "nearest_even") -> tuple[int, bool]:
+    """Which values rounding to ``fmt`` makes zero, as ``Tally.lost`` counts them.
+
+    Returns:
+        The binade below which all values become zero, and whether that binade's power of two does.
+    """
+    fmt = as_format(fmt)
+    shift = log2_of(scale)
+    if not fmt.has_zero or not fmt.signed:
+        lack = "zero to lose values to" if not fmt.has_zero else "sign, and the histogram does not tell signs"
+        raise ValueError(f"{fmt.name} has no {lack}")
+    if rounding not in SYMMETRIC:
+        raise ValueError(
+            f"rounding must be one of {', '.join(SYMMETRIC)}, whose zeros a histogram tells, got {rounding!r}"
+        )
+    if rounding == "to_odd":
+        return LOWEST, False
+    # To nearest, everything up to half the smallest value becomes zero: the tie, a power of two, too if it
+    # goes to even. Toward zero, everything below the smallest value.
+    edge = math.frexp(fmt.smallest_subnormal)[1] - 1 - (rounding != "toward_zero") - shift
+    return edge, rounding == "nearest_even"
+
+
 def overflow_limit(fmt: Format) -> float:
     """The least magnitude that rounds to nearest past the largest value; infinity if float64 has none."""
     tie = fmt.max + math.ldexp(1.0, fmt.emax - fmt.precision)
@@ -177,29 +200,10 @@ class Tally:
 
     def vanishing(self, fmt: str | Format, scale: float = 1.0, rounding: str = "nearest_even") -> int:
         """The values that `lost` gives the share of, counted."""
-        fmt = as_format(fmt)
-        shift = log2_of(scale)
-        if not fmt.has_zero or not fmt.signed:
-            lack = (
-                "zero to lose values to"
-                if not fmt.has_zero
-                else "sign, and the histogram does not tell signs"
-            )
-            raise ValueError(f"{fmt.name} has no {lack}")
-        if rounding not in SYMMETRIC:
-            raise ValueError(
-                f"rounding must be one of {', '.join(SYMMETRIC)}, whose zeros a histogram tells, "
-                f"got {rounding!r}"
-            )
-        if rounding == "to_odd":
-            return 0
-        # To nearest, everything up to half the smallest value becomes zero: the tie, a power of two, too if
-        # it goes to even. Toward zero, everything below the smallest value.
-        edge = math.frexp(fmt.smallest_subnormal)[1] - 1 - (rounding != "toward_zero") - shift - LOWEST
-        edge = min(max(edge, -1), BINS)
-        below = int(self.histogram[: max(edge, 0)].sum())
-        tie = rounding == "nearest_even" and 0 <= edge < BINS
-        return below + (int(self.powers[edge]) if tie else 0)
+        edge, tie = zero_edge(fmt, scale, rounding)
+        place = min(max(edge - LOWEST, 0), BINS)
+        below = int(self.histogram[:place].sum())
+        return below + (int(self.powers[place]) if tie and 0 <= edge - LOWEST < BINS else 0)
 
     def overflowing(self, fmt: str | Format, scale: float = 1.0) -> tuple[int, int]:
         """Bounds of how many finite values round to nearest past the largest value of ``fmt``.
