@@ -50,8 +50,10 @@ def tallies(directory):
 def check(kind, directory):
     rank, world = dist.get_rank(), dist.get_world_size()
     net = model()
-    if kind == "ddp":
-        whole = DistributedDataParallel(net)
+    if kind != "fsdp":
+        whole: nn.Module = DistributedDataParallel(net)
+        if kind == "compiled":
+            whole = torch.compile(whole, backend="aot_eager")
     else:
         for layer in (net[0], net[2]):
             fully_shard(layer)
