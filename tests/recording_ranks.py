@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,14 +51,18 @@ def tallies(directory):
 def check(kind, directory):
     rank, world = dist.get_rank(), dist.get_world_size()
     net = model()
-    if kind != "fsdp":
+    if kind in ("ddp", "compiled"):
         whole: nn.Module = DistributedDataParallel(net)
         if kind == "compiled":
             whole = torch.compile(whole, backend="aot_eager")
     else:
+        if kind == "hsdp":
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "shards"))
+        else:
+            mesh = init_device_mesh("cpu", (world,))
         for layer in (net[0], net[2]):
-            fully_shard(layer)
-        whole = fully_shard(net)
+            fully_shard(layer, mesh=mesh)
+        whole = fully_shard(net, mesh=mesh)
     optimizer = torch.optim.SGD(whole.parameters(), lr=2.0**-4, momentum=0.5)
     with Recorder(directory / kind, every=EVERY, formats=["fp16"], flush=1).watch(
         whole, optimizer

@@ -29,4 +29,4 @@ def test_a_step_on_two_ranks_has_the_bits_of_one_process(kind):
 
 
 def test_records_of_four_ranks_are_those_of_one_process(tmp_path):
-    run(4, "recording_ranks.py", tmp_path, "ddp", "compiled", "fsdp")
+    run(4, "recording_ranks.py", tmp_path, "ddp", "compiled", "fsdp", "hsdp")
