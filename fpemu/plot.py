@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib import rcParams
+from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from .formats import Format, as_format
@@ -82,8 +86,8 @@ def histogram(
         ylim=(0, height.max() * (1.18 if shift else 1.08)),
         xlabel="binade of |value|",
         ylabel="share of nonzero values, %",
-        title=f"{100 * lost:.1f} % of nonzero values become zero in {fmt.name}{scaled}",
     )
+    _title(ax, f"{100 * lost:.1f} % of nonzero values become zero in {fmt.name}{scaled}")
     _label_binades(ax.xaxis)
     if zeros:
         _show_zeros(ax, tally, limits)
@@ -251,7 +255,7 @@ def heatmap(
         _mark_limits(ax.axhline, fmt, low, high)
     ax.figure.colorbar(mesh, ax=ax, label="share of nonzero values, %", extend="max")
     side = "left of" if by == "module" else "below"
-    ax.set_title(f"{fmt.name}: zero {side} the solid line, subnormal {side} the dashed", fontsize="medium")
+    _title(ax, f"{fmt.name}: zero {side} the solid line, subnormal {side} the dashed one")
     return ax
 
 
@@ -369,7 +373,15 @@ def timeline(
     ax.set(xlabel="step", ylabel="magnitude, loss scale" if scales else "magnitude")
     _label_binades(ax.yaxis)
     handles = [*ax.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
-    ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
+    columns = 3 if _inches(ax) > 5 else 2
+    ax.legend(
+        handles=handles,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=columns,
+        frameon=False,
+        fontsize="small",
+    )
     return ax
 
 
@@ -410,8 +422,8 @@ def updates(
         xlim=(low, high),
         xlabel="binade of |weight| / |update|",
         ylabel="share of nonzero updates, %",
-        title=f"{least:.1f} to {most:.1f} % of updates are lost in {fmt.name} weights",
     )
+    _title(ax, f"{least:.1f} to {most:.1f} % of updates are lost in {fmt.name} weights")
     ax.legend(title=fmt.name, framealpha=0.9)
     _label_binades(ax.xaxis)
     return ax
@@ -435,6 +447,21 @@ def _shares(tally: Tally, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray
     edges = np.arange(occupied[0], occupied[-1] + 2) + LOWEST
     bins = tally.histogram[occupied[0] : occupied[-1] + 1]
     return edges, 100 * bins / bins.sum()
+
+
+def _inches(ax: Axes) -> float:
+    """The width of Axes."""
+    figure: Any = ax.get_figure(root=True)
+    return float(ax.get_position().width * figure.get_size_inches()[0])
+
+
+def _title(ax: Axes, text: str) -> None:
+    """A title that breaks into lines about as wide as the Axes, at 0.085 inches a letter of 12 points."""
+    size = FontProperties(size=rcParams["axes.titlesize"]).get_size_in_points()
+    letters = max(20, int(1.15 * _inches(ax) / (0.085 * size / 12)))  # a little wider does no harm
+    short = re.sub(r"\$2\^\{(-?\d+)\}\$", r"2^\1", text)
+    lines = "\n".join(textwrap.wrap(short, letters, break_long_words=False))
+    ax.set_title(re.sub(r"2\^(-?\d+)", r"$2^{\1}$", lines))
 
 
 def _lowest(tally: Tally) -> int:

@@ -116,6 +116,8 @@ class Recorder:
     def step(self) -> None:
         """A step of training has ended; call it after the optimizer's and the scaler's.
 
+        Where gradients of several batches accumulate, it is one step, and one call.
+
         Raises:
             RuntimeError: nothing is watched, or the recorder is closed.
         """

@@ -270,9 +270,9 @@ class Records:
         """A pandas DataFrame, one row for each tally and recorded format; needs pandas.
 
         Returns:
-            Columns run, rank, step, module, role, scale, the counts of a Tally, amax, squares, lowest,
-            histogram and powers (the counts of binades ``lowest`` and up), then format, underflow, subnormal,
-            overflow and errors, empty if no format was recorded.
+            Columns run, rank, step, module, role, scale, reduced, the counts of a Tally, amax, squares,
+            lowest, histogram and powers (the counts of binades ``lowest`` and up), then format, underflow,
+            subnormal, overflow and errors, empty if no format was recorded.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.

@@ -71,17 +71,21 @@ class _Watched(torch.autograd.Function):
 class Counter:
     """Tallies of the numbers of one module and role, one for each format, or one without.
 
+    Args:
+        formats: Whose rounding is counted.
+        device: Where counts begin; they follow the tensors.
+
     Attributes:
         left_alone: Why tensors were not counted.
     """
 
-    def __init__(self, formats: tuple[Format, ...]) -> None:
+    def __init__(self, formats: tuple[Format, ...], device: torch.device | str = "cpu") -> None:
         self.formats = formats
         self.specs = "\n".join(Quantizer(fmt).spec for fmt in formats)
         rows = max(1, len(formats))
         with torch.inference_mode(False):
-            self.counts = torch.zeros((rows, COUNTS), dtype=torch.int64)
-            self.sums = torch.zeros((rows, SUMS), dtype=torch.float64)
+            self.counts = torch.zeros((rows, COUNTS), dtype=torch.int64, device=device)
+            self.sums = torch.zeros((rows, SUMS), dtype=torch.float64, device=device)
         self.left_alone: set[str] = set()
 
     def add(self, x: Tensor) -> None:

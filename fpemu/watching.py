@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from .emulation.hooks import ModuleHooks
 from .formats import Format
 from .patterns import Pattern, compile_anew, matching, modules_of, unwrapped
+from .quantizer import Quantizer
 from .stats import Tally
 from .taps import Counter, Switch, Tap
 
@@ -31,12 +32,14 @@ class Counted:
         role: One of ROLES, or ``state.NAME`` of optimizer state.
         scale: By which the loss scale had multiplied these numbers.
         tallies: One for each format, or one without.
+        reduced: Whether they are sums or means over ranks, as gradients of weights are under DDP and FSDP2.
     """
 
     module: str
     role: str
     scale: float
     tallies: list[Tally]
+    reduced: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,10 @@ class Watch:
         known = modules_of(self.bare)
         self.names = set().union(*(matching(pattern, known) for pattern in modules))
         self.order = {_owner(name): place for place, name in enumerate(known)}
-        self.whole = _counts_whole(model)
+        self.replicas = _replicas(model)
+        self.whole = self.replicas is None or torch.distributed.get_rank(self.replicas) == 0
+        devices = [p.device for p in self.bare.parameters() if p.device.type in ("cpu", "cuda")]
+        self.device = devices[0] if devices else torch.device("cpu")
         self.counters: dict[tuple[str, str], Counter] = {}
         self._scales: dict[str, float] = {}
         self._before: dict[Tensor, Tensor] = {}
@@ -110,7 +116,7 @@ class Watch:
 
     def _counter(self, module: str, role: str) -> Counter:
         if (module, role) not in self.counters:
-            self.counters[module, role] = Counter(self.formats)
+            self.counters[module, role] = Counter(self.formats, self.device)
         return self.counters[module, role]
 
     def _scale(self) -> float | None:
@@ -206,8 +212,9 @@ class Watch:
             self._see_weights()
             self._see_gradients((self.scale or 1.0) if self.optimizer is None else 1.0)
         self._scales["gradient"] = self.scale or 1.0
+        reduced = self.replicas is not None or any(isinstance(p, DTensor) for _, p in self._parameters())
         return [
-            Counted(module, role, self._scales.get(role, 1.0), tallies)
+            Counted(module, role, self._scales.get(role, 1.0), tallies, role == "weight_gradient" and reduced)
             for module, role in sorted(self.counters, key=self._place)
             if (tallies := self.counters[module, role].take())
         ]
@@ -231,14 +238,21 @@ class Watch:
         }
 
     def emulated(self) -> dict[str, dict[str, str]]:
-        """By module and role, the formats that an emulation rounds to there."""
+        """By module and role, what an emulation rounds to there, and how."""
         found = {}
         for module in self.bare.modules():
             for hook in module._forward_hooks.values():
                 hooks = getattr(hook, "__self__", None)
                 if isinstance(hooks, ModuleHooks) and hooks.sites:
-                    found[hooks.name] = {role: str(s.quantizer.format) for role, s in hooks.sites.items()}
+                    found[hooks.name] = {role: _said(s.quantizer) for role, s in hooks.sites.items()}
         return found
+
+
+def _said(quantizer: Quantizer) -> str:
+    """A format, and how it is rounded to where that is not the usual way."""
+    options = (quantizer.rounding, quantizer.overflow, quantizer.scaling)
+    usual = ("nearest_even", "ieee", None)
+    return " ".join([str(quantizer.format), *(str(o) for o, u in zip(options, usual, strict=True) if o != u)])
 
 
 def _owner(name: str) -> str:
@@ -258,11 +272,11 @@ def _returns_activations(name: str, module: nn.Module) -> bool:
     return not module._modules.keys() - {"parametrizations"} or isinstance(module, nn.MultiheadAttention)
 
 
-def _counts_whole(model: nn.Module) -> bool:
-    """Whether this process counts parameters that all replicas have alike."""
+def _replicas(model: nn.Module) -> Any:
+    """The process group that DistributedDataParallel keeps parameters alike in; None without it."""
     inside: Any = model
     while inside is not None:
         if isinstance(inside, nn.parallel.DistributedDataParallel):
-            return torch.distributed.get_rank(inside.process_group) == 0
+            return inside.process_group
         inside = getattr(inside, "_orig_mod", None)
-    return True
+    return None

@@ -86,6 +86,9 @@ def compare(kind, directory, world):
     parameters = sum(p.numel() for p in model().parameters())
     for role in ("weight", "weight_gradient", "update", "state.momentum_buffer"):
         assert records.select(role=role).tally().count == parameters * recorded, role
+    for role in records.roles:
+        reduced = set(records.select(role=role).table.column("reduced").to_pylist())
+        assert reduced == {role == "weight_gradient"}, role
     ranks = sorted(set(records.table.column("rank").to_pylist()))
     assert ranks == list(range(world))
 

@@ -184,6 +184,15 @@ def test_the_smallest_thousandth_lies_outside_the_picture(ax):
     assert ax.get_xlim()[0] == -27
 
 
+def test_titles_break_into_lines_that_narrow_axes_hold():
+    figure = Figure(figsize=(3.4, 2.5), dpi=100, layout="constrained")
+    ax = plot.histogram(fpemu.tally(VALUES), "fp16", 2.0**10, ax=figure.subplots())
+    figure.canvas.draw()
+    box = ax.title.get_window_extent()
+    assert "\n" in ax.get_title() and box.x0 >= 0 and box.x1 <= 340
+    assert ax.get_title().replace("\n", " ").endswith("become zero in binary16 at scale $2^{10}$")
+
+
 def test_zeros_have_a_bar_of_their_own(ax):
     plot.histogram(fpemu.tally(VALUES), "fp16", ax=ax, zeros=True)
     # 9 finite values, one of them zero; the share in the title is of those that are not.

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fpemu
-from fpemu import Policy, Recorder, Tally, emulate, load, tally
+from fpemu import Policy, Quantizer, Recorder, Tally, emulate, load, tally
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,8 @@ def test_a_recorder_beside_an_emulation_counts_before_rounding(tmp_path):
     model = mlp()
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
     wanted = tally(nn.functional.linear(x, model[0].weight, model[0].bias).detach())
-    with emulate(model, Policy(activation="e2m1", gradient="e5m2")) as emulation:
+    policy = Policy(activation="e2m1", gradient=Quantizer("e5m2", overflow="saturate"))
+    with emulate(model, policy) as emulation:
         with Recorder(tmp_path, every=1, formats=["e5m2"]).watch(model) as recorder:
             model(x).sum().backward()
             recorder.step()
@@ -191,7 +192,7 @@ def test_a_recorder_beside_an_emulation_counts_before_rounding(tmp_path):
     for module in "012":
         assert records.select(module, "gradient").seen("e5m2") == kept[module, "gradient"]
     about = json.loads((tmp_path / "run.json").read_text())
-    assert about["emulated"]["0"] == {"activation": "e2m1", "gradient": "e5m2"}
+    assert about["emulated"]["0"] == {"activation": "e2m1", "gradient": "e5m2 saturate"}
 
 
 class Skipping(torch.amp.GradScaler):
