@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .formats import Format
+from .parts import row_of
 from .patterns import Pattern, as_patterns
 from .record import as_formats
 from .records import Records, records_of
-from .watching import Counted, Step, Watch
+from .watching import Step, Watch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ class Observation:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._counted: list[tuple[int, Counted]] = []
+        self._rows: list[dict[str, Any]] = []
         self._steps: list[Step] = []
         self._open = True
         watch.switch.on = True
@@ -41,7 +42,7 @@ class Observation:
             raise RuntimeError("the observation has ended; observe the model again")
         number = len(self._steps)
         counted, known = self._watch.take(number)
-        self._counted += [(number, one) for one in counted]
+        self._rows += [row_of(number, one) for one in counted]
         self._steps.append(known)
 
     def end(self) -> None:
@@ -64,7 +65,7 @@ class Observation:
     @property
     def records(self) -> Records:
         """What was counted in the steps that ended."""
-        return records_of(self._counted, self._steps)
+        return records_of(self._rows, self._steps)
 
     def report(self) -> Records:
         """The same, whose ``str()`` is a table."""

@@ -57,9 +57,9 @@ STEPS = pa.schema(
 )
 
 
-def tallies_table(counted: Iterable[tuple[int, Counted]]) -> pa.Table:
-    """Rows of what was counted in steps of these numbers."""
-    return pa.Table.from_pylist([_row(step, one) for step, one in counted], TALLIES)
+def tallies_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """The table of rows that `row_of` made."""
+    return pa.Table.from_pylist(rows, TALLIES)
 
 
 def steps_table(steps: Iterable[Step]) -> pa.Table:
@@ -67,7 +67,8 @@ def steps_table(steps: Iterable[Step]) -> pa.Table:
     return pa.Table.from_pylist([asdict(step) for step in steps], STEPS)
 
 
-def _row(step: int, counted: Counted) -> dict[str, Any]:
+def row_of(step: int, counted: Counted) -> dict[str, Any]:
+    """What was counted in a step as one row: a kilobyte or two, where a tally takes thirty."""
     first = counted.tallies[0]
     occupied = np.flatnonzero(first.histogram)
     start, stop = (int(occupied[0]), int(occupied[-1]) + 1) if occupied.size else (0, 0)
@@ -81,8 +82,8 @@ def _row(step: int, counted: Counted) -> dict[str, Any]:
         "amax": first.amax,
         "squares": float(first.sums[SQUARES]),
         "lowest": start + LOWEST,
-        "histogram": first.histogram[start:stop],
-        "powers": first.powers[start:stop],
+        "histogram": first.histogram[start:stop].copy(),
+        "powers": first.powers[start:stop].copy(),
         "rounded": [_rounded(t) for t in counted.tallies if t.fmt is not None],
     }
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from .files import write_mapping
 from .formats import Format, as_format
-from .parts import steps_table, tallies_table, write_part
+from .parts import row_of, steps_table, tallies_table, write_part
 from .patterns import Pattern, as_patterns
-from .watching import Counted, Step, Watch
+from .watching import Step, Watch
 
 
 class Recorder:
@@ -79,7 +79,7 @@ class Recorder:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.at = self.first_step = first_step
         self._watch: Watch | None = None
-        self._counted: list[tuple[int, Counted]] = []
+        self._rows: list[dict[str, Any]] = []
         self._steps: list[Step] = []
         self._recorded, self._part, self._closed, self._began = 0, 0, False, time.time()
 
@@ -125,7 +125,7 @@ class Recorder:
             raise RuntimeError("nothing is recorded: call watch(model) first, and step() before close()")
         recorded = self._watch.switch.on
         counted, known = self._watch.take(self.at)
-        self._counted += [(self.at, one) for one in counted]
+        self._rows += [row_of(self.at, one) for one in counted]
         self._steps.append(known)
         self.at += 1
         self._watch.switch.on = self._due()
@@ -136,10 +136,10 @@ class Recorder:
     def flush(self) -> None:
         """Write what is not written yet."""
         if self._steps:
-            tables = {"tallies": tallies_table(self._counted), "steps": steps_table(self._steps)}
+            tables = {"tallies": tallies_table(self._rows), "steps": steps_table(self._steps)}
             for kind, table in tables.items():
                 write_part(self.directory / kind / f"rank={self.rank}", self._part, table)
-            self._counted, self._steps = [], []
+            self._rows, self._steps = [], []
             self._part += 1
 
     def close(self) -> None:

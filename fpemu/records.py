@@ -6,6 +6,7 @@ import glob
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,7 +23,7 @@ from .kernels.layout import FIELDS, SQUARES
 from .parts import LOSSES, NUMBERS, STEPS, TALLIES, merged, read_part, shares_lost, steps_table, tallies_table
 from .scaling import window
 from .stats import Tally, overflow_limit
-from .watching import GRADIENTS, Counted, Step
+from .watching import GRADIENTS, Step
 
 ORIGIN = [("run", pa.string()), ("rank", pa.int32())]
 
@@ -340,11 +341,10 @@ def _some(values: list[Any]) -> str:
     return ", ".join(map(str, values[:8])) + (f" and {len(values) - 8} more" if len(values) > 8 else "")
 
 
-def records_of(counted: Iterable[tuple[int, Counted]], steps: Iterable[Step]) -> Records:
-    """Records of one process, from what was counted in steps of these numbers."""
-    return Records(
-        _with_origin(tallies_table(counted), "", 0), _with_origin(steps_table(steps), "", 0), {"": {}}
-    )
+def records_of(rows: list[dict[str, Any]], steps: Iterable[Step]) -> Records:
+    """Records of one process, from rows that ``row_of`` made and steps."""
+    tallies, known = (_with_origin(table, "", 0) for table in (tallies_table(rows), steps_table(steps)))
+    return Records(tallies, known, {"": {}})
 
 
 def _with_origin(table: pa.Table, run: str, rank: int) -> pa.Table:
@@ -371,9 +371,8 @@ def load(path: str | Path | Iterable[str | Path]) -> Records:
     steps: list[pa.Table] = []
     runs = {}
     for directory in directories:
-        about = directory / "run.json"
         name = str(directory)
-        runs[name] = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {}
+        runs[name] = about_run(directory)
         for kind, schema, tables in (("tallies", TALLIES, tallies), ("steps", STEPS, steps)):
             for part in sorted(directory.glob(f"{kind}/rank=*/part-*.parquet"), key=_by_rank):
                 table = read_part(part, schema)
@@ -384,6 +383,18 @@ def load(path: str | Path | Iterable[str | Path]) -> Records:
     whole = pa.concat_tables(tallies).combine_chunks()
     empty = _with_origin(STEPS.empty_table(), "", 0)
     return Records(whole, pa.concat_tables([empty, *steps]).combine_chunks(), runs)
+
+
+def about_run(directory: Path) -> dict[str, Any]:
+    """The content of a run's run.json; nothing, with a warning if it is damaged, without one."""
+    path = directory / "run.json"
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        warnings.warn(f"{path} is skipped, it is damaged: {error}", RuntimeWarning, stacklevel=3)
+        return {}
 
 
 def _directories(path: Path) -> list[Path]:

@@ -6,6 +6,7 @@ compiled model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,19 +106,26 @@ class Counter:
 
     @property
     def used(self) -> bool:
-        """Whether something was counted since the last `take`."""
+        """Whether something was counted since it was last taken."""
         return bool(self.counts[0, 0])
 
-    def take(self) -> list[Tally]:
-        """The tallies since the last call; none if nothing was counted."""
-        counts, sums = self.counts.cpu().numpy(), self.sums.cpu().numpy()
-        if not counts[0, 0]:
-            return []
-        formats = self.formats or (None,)
-        taken = [Tally(counts[i].copy(), sums[i].copy(), fmt) for i, fmt in enumerate(formats)]
-        self.counts.zero_()
-        self.sums.zero_()
-        return taken
+
+def take(counters: Sequence[Counter]) -> list[list[Tally]]:
+    """The tallies of each counter since the last call; none of one that counted nothing.
+
+    All counts of a device come in one copy: each would wait for the device.
+    """
+    taken: list[list[Tally]] = [[] for _ in counters]
+    for device in {counter.counts.device for counter in counters}:
+        here = [place for place, counter in enumerate(counters) if counter.counts.device == device]
+        both = [[counters[place].counts for place in here], [counters[place].sums for place in here]]
+        counts, sums = (torch.stack(parts).cpu().numpy() for parts in both)
+        torch._foreach_zero_([*both[0], *both[1]])
+        for row, place in enumerate(here):
+            if counts[row, 0, 0]:
+                formats = counters[place].formats or (None,)
+                taken[place] = [Tally(counts[row, i], sums[row, i], fmt) for i, fmt in enumerate(formats)]
+    return taken
 
 
 def uncountable(x: Tensor) -> str | None:

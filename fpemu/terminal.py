@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .formats import as_format
-from .records import load
+from .records import about_run, load
 
 
 def view(run: str, fmt: str) -> tuple[Any, bool]:
@@ -21,22 +20,22 @@ def view(run: str, fmt: str) -> tuple[Any, bool]:
         run: The directory that a Recorder writes to; it may hold nothing yet.
         fmt: Signed format with a zero, whose losses are shown.
     """
-    about = Path(run).absolute() / "run.json"
-    finished = about.exists() and bool(json.loads(about.read_text(encoding="utf-8"))["finished"])
+    directory = Path(run).absolute()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of damaged files: `report` tells of them
+            finished = bool(about_run(directory).get("finished"))
             records = load(run)
     except FileNotFoundError:
         if finished:
             raise
-        return Text(f"{about.parent.name}: nothing was recorded yet"), False
+        return Text(f"{directory.name}: nothing was recorded yet"), False
     last = records.select(steps=records.steps[-1])
     known = records.steps_table.to_pylist()
     scales = [row["scale"] for row in known if row["scale"] is not None]
     skipped = len({row["step"] for row in known if row["skipped"]})
     scale = f", loss scale {scales[-1]:g}, {skipped} steps left out" if scales else ""
-    title = f"{about.parent.name}: {'ended' if finished else 'running'}, step {records.steps[-1]}{scale}"
+    title = f"{directory.name}: {'ended' if finished else 'running'}, step {records.steps[-1]}{scale}"
     table = Table(title=Text(title), title_justify="left", box=None, header_style="bold")
     for head in ("module", "role"):
         table.add_column(head)

@@ -17,7 +17,7 @@ from .formats import Format
 from .patterns import Pattern, compile_anew, matching, modules_of, unwrapped
 from .quantizer import Quantizer
 from .stats import Tally
-from .taps import Counter, Switch, Tap
+from .taps import Counter, Switch, Tap, take
 
 ROLES = ("activation", "gradient", "weight", "weight_gradient", "update", "update_ratio")
 GRADIENTS = ("gradient", "weight_gradient")  # what a loss scale multiplies
@@ -213,10 +213,11 @@ class Watch:
             self._see_gradients((self.scale or 1.0) if self.optimizer is None else 1.0)
         self._scales["gradient"] = self.scale or 1.0
         reduced = self.replicas is not None or any(isinstance(p, DTensor) for _, p in self._parameters())
+        keys = sorted(self.counters, key=self._place)
         return [
             Counted(module, role, self._scales.get(role, 1.0), tallies, role == "weight_gradient" and reduced)
-            for module, role in sorted(self.counters, key=self._place)
-            if (tallies := self.counters[module, role].take())
+            for (module, role), tallies in zip(keys, take([self.counters[k] for k in keys]), strict=True)
+            if tallies
         ]
 
     def _skipped(self) -> bool | None:

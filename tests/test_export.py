@@ -7,6 +7,7 @@ import pytest
 
 from fpemu import tally
 from fpemu.export import scalars, tensorboard
+from fpemu.parts import row_of
 from fpemu.records import records_of
 from fpemu.watching import Counted, Step
 
@@ -16,7 +17,7 @@ VALUES = {0: [2.0**-30, 0.0, 1.5, np.nan], 10: [2.0**-30, 2.0**-30, 2.0**-5]}
 @pytest.fixture
 def records():
     counted = [(s, Counted("a", "gradient", 4.0, [tally(np.array(v) * 4)])) for s, v in VALUES.items()]
-    return records_of(counted, [Step(s, 4.0, False, None, None) for s in range(11)])
+    return records_of([row_of(*one) for one in counted], [Step(s, 4.0, False, None, None) for s in range(11)])
 
 
 def test_each_recorded_step_has_a_dict_of_scalars(records):

@@ -17,6 +17,7 @@ from matplotlib.patches import StepPatch
 
 import fpemu
 from fpemu import plot
+from fpemu.parts import row_of
 from fpemu.records import records_of
 from fpemu.watching import Counted, Step
 
@@ -162,7 +163,7 @@ def records(scale=1.0):
     ]
     counted.append((0, Counted("a", "update_ratio", 1.0, [fpemu.tally(np.array(RATIOS))])))
     steps = [Step(step, scale, step == 5, None, None) for step in range(11)]
-    return records_of(counted, steps)
+    return records_of([row_of(*one) for one in counted], steps)
 
 
 def test_records_are_drawn_like_the_tally_of_their_values(ax):

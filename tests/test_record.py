@@ -409,12 +409,12 @@ def test_a_thousand_steps_keep_nothing(tmp_path):
     with Recorder(tmp_path, every=1, flush=50).watch(model, optimizer) as recorder:
         train(model, recorder, optimizer, steps=50)
         sizes = [t.element_size() * t.numel() for c in recorder._watch.counters.values() for t in (c.counts,)]
-        assert not recorder._counted and not recorder._steps and not recorder._watch._before
+        assert not recorder._rows and not recorder._steps and not recorder._watch._before
         train(model, recorder, optimizer, steps=100)
         assert sizes == [
             t.element_size() * t.numel() for c in recorder._watch.counters.values() for t in (c.counts,)
         ]
-        assert not recorder._counted
+        assert not recorder._rows
     assert sorted(p.name for p in tmp_path.glob("tallies/rank=0/*")) == [
         f"part-{n:08d}.parquet" for n in range(3)
     ]
@@ -474,6 +474,14 @@ def test_a_file_of_another_kind_is_skipped_with_a_warning(tmp_path):
     pq.write_table(pa.table({"a": [1]}), parts(tmp_path)[0])
     with pytest.warns(RuntimeWarning, match="part-00000000"):
         assert load(tmp_path).steps == [1, 2]
+
+
+def test_a_damaged_run_json_is_skipped_with_a_warning(tmp_path):
+    parts(tmp_path)
+    (tmp_path / "run.json").write_text('{"every": 1')
+    with pytest.warns(RuntimeWarning, match=r"run\.json is skipped, it is damaged"):
+        records = load(tmp_path)
+    assert records.steps == [0, 1, 2] and records.runs == {str(tmp_path): {}}
 
 
 def test_unfinished_files_are_not_read(tmp_path):

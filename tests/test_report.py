@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from fpemu import Recorder, as_format, load, tally
+from fpemu.parts import row_of
 from fpemu.records import records_of
 from fpemu.report import html as page_of
 from fpemu.report import summary, write_report
@@ -28,7 +29,7 @@ FINE = [0.5] * 100
 def made(scale=None, **roles):
     """Records of two layers, whose numbers of each role are given."""
     counted = [
-        (step, Counted(module, role, 1.0, [tally(np.array(values))]))
+        row_of(step, Counted(module, role, 1.0, [tally(np.array(values))]))
         for step in (0, 10)
         for role, (first, second) in roles.items()
         for module, values in (("layer1", first), ("layer2.conv1", second))
@@ -135,7 +136,7 @@ def test_the_page_stands_alone_and_has_every_number(run, tmp_path):
 
 
 def test_names_cannot_break_the_page():
-    records = records_of([(0, Counted("<b>&", "gradient", 1.0, [tally(np.ones(3))]))], [])
+    records = records_of([row_of(0, Counted("<b>&", "gradient", 1.0, [tally(np.ones(3))]))], [])
     assert "<b>" not in page_of(records, as_format("fp16"))
 
 
