@@ -55,8 +55,8 @@ def histogram(
         ax: Where to draw; ``None``: a new figure.
         module: Which of the Records, as for ``Records.select``.
         role: The same.
-        zeros: Also a bar of the values that are zero already, at the left, and shares of all finite values on
-            a logarithmic axis, as in figure 3 of "Mixed Precision Training" (arXiv 1710.03740).
+        zeros: Also a bar of the values that are zero already, at the left, as figure 3 of "Mixed Precision
+            Training" (arXiv 1710.03740) has, and shares of all finite values on a logarithmic axis.
 
     Returns:
         The Axes. Its title holds the share that becomes zero.

@@ -94,7 +94,7 @@ class Records:
         shared = []
         if steps is not None:
             known = self._distinct("step") + self.steps_table.column("step").to_pylist()
-            shared.append(("step", _isin({s for s in known if _among(s, steps)}, pa.int64())))
+            shared.append(("step", _isin({s for s in known if among(s, steps)}, pa.int64())))
         if rank is not None:
             shared.append(("rank", _isin({rank}, pa.int32())))
         if run is not None:
@@ -315,7 +315,12 @@ def _within(name: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
-def _among(step: int, steps: int | slice | range) -> bool:
+def among(step: int, steps: int | slice | range) -> bool:
+    """Whether a step is one of these.
+
+    Raises:
+        ValueError: a slice with a step of its own.
+    """
     if isinstance(steps, slice):
         if steps.step not in (None, 1):
             raise ValueError(f"a slice of steps has no step of its own, got {steps!r}; give a range")
