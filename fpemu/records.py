@@ -117,7 +117,7 @@ class Records:
                 mask = pc.and_(here, pc.equal(keys.column("role"), role))
                 yield module, role, Records(self.table.filter(mask), self.steps_table, self.runs)
 
-    def _numbers(self) -> Records:
+    def numbers(self) -> Records:
         """Without the ratios of weights to updates, which no format holds; unless there is nothing else."""
         others = pc.not_equal(self.table.column("role"), "update_ratio")
         table = self.table.filter(others)
@@ -182,7 +182,7 @@ class Records:
         """
         fmt = as_format(fmt)
         losses, total = [], Tally()
-        for module, role, group in self._numbers().groups():
+        for module, role, group in self.numbers().groups():
             tally = group.tally()
             total = total + tally
             losses.append(_loss(module, role, tally, fmt, scale, rounding))
@@ -213,7 +213,7 @@ class Records:
             is none.
         """
         limit = np.inf if fmt is None else overflow_limit(as_format(fmt))
-        records = self._numbers()
+        records = self.numbers()
         columns = {name: records.table.column(name).to_numpy() for name in (*NUMBERS, "amax")}
         infinite = columns["positive_infinity"] + columns["negative_infinity"]
         large = columns["amax"] >= limit
@@ -237,7 +237,7 @@ class Records:
         """
         if not 0 <= threshold <= 1:
             raise ValueError(f"threshold must be a share from 0 to 1, got {threshold!r}")
-        records = self._numbers()
+        records = self.numbers()
         shares = shares_lost(records.table, fmt)
         found = np.flatnonzero(shares > threshold)
         if not found.size:
