@@ -55,8 +55,8 @@ def histogram(
         ax: Where to draw; ``None``: a new figure.
         module: Which of the Records, as for ``Records.select``.
         role: The same.
-        zeros: Also a bar of the values that are zero already, at the left, and shares of all finite values on
-            a logarithmic axis, as in figure 3 of "Mixed Precision Training" (arXiv 1710.03740).
+        zeros: Also a bar of the values that are zero already, at the left, as figure 3 of "Mixed Precision
+            Training" (arXiv 1710.03740) has, and shares of all finite values on a logarithmic axis.
 
     Returns:
         The Axes. Its title holds the share that becomes zero.
@@ -269,7 +269,7 @@ def scale_curve(
     """What is lost at every loss scale: small values at the left, large ones at the right.
 
     Args:
-        counted: A Tally, or Records, whose loss scale is divided out.
+        counted: A Tally, or Records, whose gradients are drawn; their loss scale is divided out.
         fmts: A format, or several, each a line; with one, the scales that lose under 0.1 % are marked.
         ax: Where to draw; ``None``: a new figure.
         exponents: Of the scales.
@@ -280,7 +280,7 @@ def scale_curve(
     Raises:
         ValueError: no nonzero finite value, or as ``Tally.lost``.
     """
-    tally = _tally_of(counted, None, None)
+    tally = counted if isinstance(counted, Tally) else counted.select(role="*gradient").tally()
     _shares(tally, "scale_curve")
     several = [fmts] if isinstance(fmts, (str, Format)) else list(fmts)
     total = int(tally.histogram.sum())
@@ -434,7 +434,7 @@ def _tally_of(counted: Tally | Records, module: str | None, role: str | None) ->
         if module is not None or role is not None:
             raise ValueError("module= and role= choose among Records; a Tally has neither")
         return counted
-    return counted.select(module, role).tally()
+    return counted.select(module, role).numbers().tally()
 
 
 def _shares(tally: Tally, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:

@@ -17,6 +17,7 @@ from .files import write_mapping
 from .formats import Format, as_format
 from .parts import row_of, steps_table, tallies_table, write_part
 from .patterns import Pattern, as_patterns
+from .records import among
 from .watching import Step, Watch
 
 
@@ -33,10 +34,12 @@ class Recorder:
         formats: What rounding to these loses is counted too. Without any, records still tell what becomes
             zero in every format, and what overflows within bounds.
         modules: A pattern of modules, or several, as for ``Policy``.
+        during: Which steps are recorded at all: a range, or a slice of numbers such as ``slice(1000, None)``.
         flush: Recorded steps from one file to the next: what a killed run loses at most.
         first_step: Number of the first step, of a run that goes on where another ended.
 
     Raises:
+        TypeError: ``during`` is no slice or range.
         ValueError: the directory holds records; an unknown format; a number out of range.
         OSError: the directory cannot be written.
 
@@ -62,6 +65,7 @@ class Recorder:
         formats: Iterable[str | Format] = (),
         modules: Pattern | Iterable[Pattern] = "*",
         *,
+        during: slice | range = slice(None),
         flush: int = 10,
         first_step: int = 0,
     ) -> None:
@@ -69,6 +73,10 @@ class Recorder:
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
         self.directory, self.every, self.flush_every = Path(directory), every, flush
+        if not isinstance(during, (slice, range)):
+            raise TypeError(f"during must be a slice or a range of steps, got {during!r}")
+        self.during = during
+        among(first_step, during)  # refuses what is none
         self.formats = as_formats(formats)
         self.modules = as_patterns(modules, "modules")
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -81,7 +89,7 @@ class Recorder:
         self._watch: Watch | None = None
         self._rows: list[dict[str, Any]] = []
         self._steps: list[Step] = []
-        self._recorded, self._part, self._closed, self._began = 0, 0, False, time.time()
+        self._part, self._closed, self._began = 0, False, time.time()
 
     def watch(self, model: nn.Module, optimizer: Any = None, scaler: Any = None) -> Recorder:
         """Begin to record; call it after ``emulate``, and with the model as it is wrapped.
@@ -111,7 +119,7 @@ class Recorder:
         return self
 
     def _due(self) -> bool:
-        return (self.at - self.first_step) % self.every == 0
+        return (self.at - self.first_step) % self.every == 0 and among(self.at, self.during)
 
     def step(self) -> None:
         """A step of training has ended; call it after the optimizer's and the scaler's.
@@ -123,14 +131,12 @@ class Recorder:
         """
         if self._watch is None or self._closed:
             raise RuntimeError("nothing is recorded: call watch(model) first, and step() before close()")
-        recorded = self._watch.switch.on
         counted, known = self._watch.take(self.at)
         self._rows += [row_of(self.at, one) for one in counted]
         self._steps.append(known)
         self.at += 1
         self._watch.switch.on = self._due()
-        self._recorded += recorded
-        if recorded and self._recorded % self.flush_every == 0:
+        if len(self._steps) == self.every * self.flush_every:
             self.flush()
 
     def flush(self) -> None:

@@ -94,7 +94,7 @@ class Records:
         shared = []
         if steps is not None:
             known = self._distinct("step") + self.steps_table.column("step").to_pylist()
-            shared.append(("step", _isin({s for s in known if _among(s, steps)}, pa.int64())))
+            shared.append(("step", _isin({s for s in known if among(s, steps)}, pa.int64())))
         if rank is not None:
             shared.append(("rank", _isin({rank}, pa.int32())))
         if run is not None:
@@ -117,7 +117,7 @@ class Records:
                 mask = pc.and_(here, pc.equal(keys.column("role"), role))
                 yield module, role, Records(self.table.filter(mask), self.steps_table, self.runs)
 
-    def _numbers(self) -> Records:
+    def numbers(self) -> Records:
         """Without the ratios of weights to updates, which no format holds; unless there is nothing else."""
         others = pc.not_equal(self.table.column("role"), "update_ratio")
         table = self.table.filter(others)
@@ -182,7 +182,7 @@ class Records:
         """
         fmt = as_format(fmt)
         losses, total = [], Tally()
-        for module, role, group in self._numbers().groups():
+        for module, role, group in self.numbers().groups():
             tally = group.tally()
             total = total + tally
             losses.append(_loss(module, role, tally, fmt, scale, rounding))
@@ -213,7 +213,7 @@ class Records:
             is none.
         """
         limit = np.inf if fmt is None else overflow_limit(as_format(fmt))
-        records = self._numbers()
+        records = self.numbers()
         columns = {name: records.table.column(name).to_numpy() for name in (*NUMBERS, "amax")}
         infinite = columns["positive_infinity"] + columns["negative_infinity"]
         large = columns["amax"] >= limit
@@ -237,7 +237,7 @@ class Records:
         """
         if not 0 <= threshold <= 1:
             raise ValueError(f"threshold must be a share from 0 to 1, got {threshold!r}")
-        records = self._numbers()
+        records = self.numbers()
         shares = shares_lost(records.table, fmt)
         found = np.flatnonzero(shares > threshold)
         if not found.size:
@@ -315,7 +315,12 @@ def _within(name: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
-def _among(step: int, steps: int | slice | range) -> bool:
+def among(step: int, steps: int | slice | range) -> bool:
+    """Whether a step is one of these.
+
+    Raises:
+        ValueError: a slice with a step of its own.
+    """
     if isinstance(steps, slice):
         if steps.step not in (None, 1):
             raise ValueError(f"a slice of steps has no step of its own, got {steps!r}; give a range")

@@ -173,6 +173,13 @@ def test_records_are_drawn_like_the_tally_of_their_values(ax):
     assert bars(ax) == bars(other) and ax.get_title() == other.get_title()
 
 
+def test_ratios_of_updates_are_no_numbers_of_a_format(ax):
+    other = Figure().subplots()
+    plot.histogram(records(), ax=ax)
+    plot.histogram(records().select(role="gradient"), ax=other)
+    assert bars(ax) == bars(other)
+
+
 def test_a_scale_shows_where_the_bars_were(ax):
     plot.histogram(fpemu.tally(VALUES), "fp16", 2.0**10, ax=ax)
     outline = next(p for p in ax.patches if isinstance(p, StepPatch))
@@ -247,7 +254,7 @@ def test_a_scale_curve_has_both_cliffs_and_marks_what_lies_between(ax):
 
 
 def test_a_scale_curve_of_two_formats_has_two_pairs_of_lines(ax):
-    plot.scale_curve(records().select(role="gradient"), ["fp16", "e5m2"], ax=ax)
+    plot.scale_curve(records(), ["fp16", "e5m2"], ax=ax)
     assert len(ax.lines) == 4 and len(ax.get_legend().get_texts()) == 4
     assert not [p for p in ax.patches if p.get_label()]
 

@@ -108,6 +108,17 @@ def test_steps_between_are_not_recorded_and_training_is_the_same(tmp_path):
     assert {r for r in records.roles if r.startswith("state.")} == {"state.exp_avg", "state.exp_avg_sq"}
 
 
+@pytest.mark.parametrize(
+    "during, wanted", [(slice(2, 6), [2, 4]), (range(3, 8), [4, 6]), (slice(5, None), [6])]
+)
+def test_steps_outside_the_window_are_not_recorded(tmp_path, during, wanted):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(tmp_path, every=2, during=during).watch(model, optimizer) as recorder:
+        train(model, recorder, optimizer, steps=8)
+    assert load(tmp_path).steps == wanted
+
+
 def test_hooks_are_gone_after_close(tmp_path):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -494,6 +505,8 @@ def test_unfinished_files_are_not_read(tmp_path):
     "call, error, message",
     [
         (lambda d: Recorder(d, every=0), ValueError, "every must be an int of at least 1, got 0"),
+        (lambda d: Recorder(d, during=5), TypeError, "during must be a slice or a range of steps, got 5"),
+        (lambda d: Recorder(d, during=slice(0, 9, 2)), ValueError, "a slice of steps has no step of its own"),
         (lambda d: Recorder(d, formats=["fp17"]), ValueError, "unknown format 'fp17'"),
         (lambda d: Recorder(d).step(), RuntimeError, "nothing is recorded: call watch"),
         (lambda d: Recorder(d).watch("model"), TypeError, "watch needs a torch.nn.Module, got str"),
