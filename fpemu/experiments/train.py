@@ -16,7 +16,7 @@ from .data import Data
 from .models import build
 from .result import Result, run_id
 from .settings import Settings
-from .strategies import Strategy
+from .strategies import Strategy, as_role
 
 FIRST_SCALE = 2.0**16  # where torch's GradScaler starts
 SAMPLE = 2048  # images or texts that are looked at after training, of the training set
@@ -166,7 +166,7 @@ class _Stepper:
         self.optimizer = _optimizer(model, settings)
         if strategy.optimizer is not None:
             key = Key(seed).fold_in("optimizer")
-            self.optimizer = LowPrecision(self.optimizer, **strategy.optimizer, key=key)
+            self.optimizer = LowPrecision(self.optimizer, **strategy.optimizer_options, key=key)
         self.dynamic = strategy.loss_scale == "dynamic"
         self.scale = (
             1.0
@@ -177,7 +177,7 @@ class _Stepper:
         )
         scaled = strategy.loss_scale is not None
         self.scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, enabled=scaled)
-        self.statistics = as_quantizer(_role(strategy.statistics))
+        self.statistics = as_quantizer(as_role(strategy.statistics))
         self.key = Key(seed).fold_in("statistics")
         self.optimizer.register_step_post_hook(self._count)
 
@@ -259,14 +259,10 @@ def emulation(
     model: torch.nn.Module, policy: Any, seed: int = 0, count: bool = True
 ) -> AbstractContextManager[Any]:
     """The emulation of a strategy's policy; without a role nothing is touched."""
-    options = {name: _role(value) for name, value in policy.items() if value is not None}
+    options = {name: as_role(value) for name, value in policy.items() if value is not None}
     if not options.keys() - {"include", "exclude"}:
         return nullcontext()
     return emulate(model, Policy(**options), key=Key(seed).fold_in("emulation"), count=count)
-
-
-def _role(value: Any) -> Any:
-    return Quantizer(**value) if isinstance(value, dict) else value
 
 
 def batches(
