@@ -16,6 +16,8 @@ __all__ = [
     "LowPrecision",
     "Policy",
     "Quantizer",
+    "Recorder",
+    "Records",
     "Tally",
     "as_format",
     "cast",
@@ -24,8 +26,10 @@ __all__ = [
     "emulate",
     "encode",
     "is_representable",
+    "load",
     "next_down",
     "next_up",
+    "observe",
     "optim",
     "pack",
     "plot",
@@ -48,8 +52,12 @@ _LAZY = {
     "Emulation": "emulation",
     "emulate": "emulation",
     "LowPrecision": "optim",
+    "Recorder": "record",
+    "Records": "records",
+    "load": "records",
+    "observe": "observation",
 }
-_MODULES = ("optim", "plot", "scaling", "testing", "updates")
+_MODULES = ("export", "optim", "plot", "report", "scaling", "testing", "updates")
 
 
 def __getattr__(name: str) -> Any:

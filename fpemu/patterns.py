@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parameter import UninitializedParameter
 
 ENDS = (":first", ":last")
@@ -24,6 +26,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
+
+
+def compile_anew(model: nn.Module) -> None:
+    """Forget what was compiled of a model: hooks added or removed later would go unseen."""
+    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
+        torch._dynamo.reset()
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:

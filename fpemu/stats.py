@@ -15,6 +15,55 @@ from .kernels import launch
 from .kernels.layout import AMAX, BINS, COUNTS, ERRORS, FIELDS, HISTOGRAM, LOWEST, POWERS, SQUARES, SUMS
 from .quantize import quantize
 
+# Rounding modes that treat both signs alike and draw nothing: what they lose, a histogram tells.
+SYMMETRIC = ("nearest_even", "nearest_away", "toward_zero", "to_odd")
+
+
+def log2_of(scale: float) -> int:
+    """The exponent of a power of two.
+
+    Raises:
+        ValueError: it is none, or float64 does not hold it.
+    """
+    try:
+        mantissa, exponent = math.frexp(scale)
+    except OverflowError:  # an int beyond float64
+        mantissa = math.nan
+    if mantissa != 0.5:
+        raise ValueError(f"scale must be a power of two of float64, for exact counts, got {scale!r}")
+    return exponent - 1
+
+
+def zero_edge(fmt: str | Format, scale: float = 1.0, rounding: str = "nearest_even") -> tuple[int, bool]:
+    """Which values rounding to ``fmt`` makes zero, as ``Tally.lost`` counts them.
+
+    Returns:
+        The binade below which all values become zero, and whether that binade's power of two does.
+    """
+    fmt = as_format(fmt)
+    shift = log2_of(scale)
+    if not fmt.has_zero or not fmt.signed:
+        lack = "zero to lose values to" if not fmt.has_zero else "sign, and the histogram does not tell signs"
+        raise ValueError(f"{fmt.name} has no {lack}")
+    if rounding not in SYMMETRIC:
+        raise ValueError(
+            f"rounding must be one of {', '.join(SYMMETRIC)}, whose zeros a histogram tells, got {rounding!r}"
+        )
+    if rounding == "to_odd":
+        return LOWEST, False
+    # To nearest, everything up to half the smallest value becomes zero: the tie, a power of two, too if it
+    # goes to even. Toward zero, everything below the smallest value.
+    edge = math.frexp(fmt.smallest_subnormal)[1] - 1 - (rounding != "toward_zero") - shift
+    return edge, rounding == "nearest_even"
+
+
+def overflow_limit(fmt: Format) -> float:
+    """The least magnitude that rounds to nearest past the largest value; infinity if float64 has none."""
+    tie = fmt.max + math.ldexp(1.0, fmt.emax - fmt.precision)
+    # Half way up from an odd code the tie goes up; from an even one it stays.
+    goes_up = fmt.max_code % 2 == 1 or (fmt.precision == 1 and not fmt.ties_to_even_code)
+    return tie if goes_up else math.nextafter(tie, math.inf)
+
 
 @dataclass(frozen=True, eq=False)
 class Tally:
@@ -79,6 +128,11 @@ class Tally:
         return self._named("negative_infinity")
 
     @property
+    def infinities(self) -> int:
+        """Elements that are infinite, of either sign."""
+        return self.positive_infinity + self.negative_infinity
+
+    @property
     def nan(self) -> int:
         """NaNs."""
         return self._named("nan")
@@ -128,36 +182,112 @@ class Tally:
             raise ValueError(f"unknown count {name!r}; choose from {', '.join(FIELDS)}")
         return self._named(name) / self.count if self.count else 0.0
 
-    def lost(self, fmt: str | Format, scale: float = 1.0) -> float:
-        """Share of the nonzero finite values that nearest_even rounds to zero in ``fmt``, exact.
+    def lost(self, fmt: str | Format, scale: float = 1.0, rounding: str = "nearest_even") -> float:
+        """Share of the nonzero finite values that rounding to ``fmt`` makes zero, exact.
 
         Args:
             fmt: Format with a zero, or its name; any, whatever the tally counted.
             scale: A power of two to multiply the values by first, as loss scaling does.
+            rounding: One of SYMMETRIC, the modes that do not ask for signs and draw nothing.
 
         Raises:
-            ValueError: ``scale`` is no power of two, or the format has no zero or no sign.
+            ValueError: ``scale`` is no power of two, the format has no zero or no sign, or the rounding is
+                another.
+        """
+        total = int(self.histogram.sum())
+        below = self.vanishing(fmt, scale, rounding)
+        return below / total if total else 0.0
+
+    def vanishing(self, fmt: str | Format, scale: float = 1.0, rounding: str = "nearest_even") -> int:
+        """The values that `lost` gives the share of, counted."""
+        edge, tie = zero_edge(fmt, scale, rounding)
+        place = min(max(edge - LOWEST, 0), BINS)
+        below = int(self.histogram[:place].sum())
+        return below + (int(self.powers[place]) if tie and 0 <= edge - LOWEST < BINS else 0)
+
+    def overflowing(self, fmt: str | Format, scale: float = 1.0) -> tuple[int, int]:
+        """Bounds of how many finite values round to nearest past the largest value of ``fmt``.
+
+        The limit lies within a binade, so its binade's values are only in the upper bound. Both are equal if
+        the largest magnitude stays below the limit.
+
+        Args:
+            fmt: Format, or its name.
+            scale: A power of two to multiply the values by first.
+
+        Returns:
+            The least and the largest number that agree with what was counted.
+
+        Raises:
+            ValueError: ``scale`` is no power of two.
         """
         fmt = as_format(fmt)
-        try:
-            mantissa, exponent = math.frexp(scale)
-        except OverflowError:  # an int beyond float64
-            mantissa = math.nan
-        if mantissa != 0.5:
-            raise ValueError(f"scale must be a power of two of float64, for exact counts, got {scale!r}")
-        if not fmt.has_zero or not fmt.signed:
-            lack = (
-                "zero to lose values to"
-                if not fmt.has_zero
-                else "sign, and the histogram does not tell signs"
-            )
-            raise ValueError(f"{fmt.name} has no {lack}")
-        # Up to half the smallest value, that tie included, everything becomes zero.
-        tie = math.frexp(fmt.smallest_subnormal)[1] - 2 - (exponent - 1) - LOWEST
-        tie = min(max(tie, -1), BINS)
+        shift = log2_of(scale)
+        limit = overflow_limit(fmt)
+        # An infinite limit is that of binary64, which holds all of its highest binade.
+        edge = math.frexp(limit)[1] - 1 if math.isfinite(limit) else fmt.emax + 1
+        place = min(max(edge - shift - LOWEST, -1), BINS)
+        above = int(self.histogram[place + 1 :].sum())
+        if not 0 <= place < BINS:
+            return above, above
+        at = int(self.histogram[place])
+        if not math.isfinite(limit) or math.frexp(limit)[0] == 0.5:  # all of the binade is past the limit
+            return above + at, above + at
+        if not above and math.frexp(self.amax)[0] < math.frexp(limit)[0]:
+            return 0, 0
+        return max(above, min(at, 1)), above + at - int(self.powers[place])
+
+    def quantile(self, share: float) -> float:
+        """The binade that a quantile of the nonzero finite magnitudes lies in, by its power of two.
+
+        Args:
+            share: 0 for the smallest, 0.5 for the median, 1 for the largest.
+
+        Returns:
+            A power of two: the quantile is at least that, and less than twice that. 0.0 without values.
+
+        Raises:
+            ValueError: ``share`` is not from 0 to 1.
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"share must be from 0 to 1, got {share!r}")
         total = int(self.histogram.sum())
-        below = int(self.histogram[: max(tie, 0)].sum()) + (int(self.powers[tie]) if 0 <= tie < BINS else 0)
-        return below / total if total else 0.0
+        if not total:
+            return 0.0
+        rank = min(int(share * total), total - 1)
+        place = int(np.searchsorted(np.cumsum(self.histogram), rank, side="right"))
+        return math.ldexp(1.0, place + LOWEST)
+
+    def dynamic_range(self) -> int:
+        """Binades from the smallest to the largest nonzero finite magnitude, both counted; 0 if none."""
+        occupied = np.flatnonzero(self.histogram)
+        return int(occupied[-1] - occupied[0] + 1) if occupied.size else 0
+
+    def rms(self) -> float:
+        """Root of the mean square of the finite values; 0.0 without any."""
+        finite = self.count - self.nan - self.infinities
+        return math.sqrt(float(self.sums[SQUARES]) / finite) if finite else 0.0
+
+    def scaled(self, scale: float) -> Tally:
+        """The tally of all values multiplied by a power of two, exact; without what rounding did.
+
+        Raises:
+            ValueError: ``scale`` is no power of two, or moves a value out of float64's range.
+        """
+        shift = log2_of(scale)
+        moved = Tally()
+        moved.counts[:HISTOGRAM] = self.counts[:HISTOGRAM]
+        moved.counts[[FIELDS.index(name) for name in ("underflow", "subnormal", "overflow")]] = 0
+        low, high = max(0, -shift), min(BINS, BINS - shift)
+        if low < high:
+            for bins, target in ((self.histogram, moved.histogram), (self.powers, moved.powers)):
+                target[low + shift : high + shift] = bins[low:high]
+        if moved.histogram.sum() != self.histogram.sum():
+            raise ValueError(f"at scale {scale!r} values leave the range of float64")
+        moved.sums[AMAX] = math.ldexp(self.amax, shift)
+        with np.errstate(over="ignore", under="ignore"):
+            moved.sums[SQUARES] = self.sums[SQUARES] * np.ldexp(1.0, shift) * np.ldexp(1.0, shift)
+        return moved
 
     def sqnr(self) -> float:
         """Mean square of the values over that of the rounding errors, in dB; infinity without error.

@@ -38,9 +38,13 @@ LAYERS = [
     ["emulation.audit"],
     ["emulation.attach"],
     ["emulation", "optim", "scaling", "comm"],
-    ["record"],  # L4
+    ["taps", "answers"],  # L4
+    ["watching"],
+    ["parts"],
+    ["records"],
+    ["record"],
     ["plot"],
-    ["report"],
+    ["observation", "report", "terminal", "export"],
     ["__init__"],  # the public names: of the package, only programs import these
     ["experiments.strategies", "experiments.data", "experiments.models", "experiments.checkpoint"],  # L5
     ["experiments.settings"],

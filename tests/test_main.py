@@ -456,3 +456,43 @@ def test_help_alone_and_a_wrong_command_are_told_apart():
     assert "Commands:" in CliRunner().invoke(app, ["--help"]).stdout
     result = CliRunner().invoke(app, ["rond"])
     assert result.exit_code == 2 and "No such command 'rond'" in result.stderr
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    model = torch.nn.Linear(4, 2)
+    with fpemu.Recorder(tmp_path / "run", every=1).watch(model) as recorder:
+        (model(torch.ones(3, 4)).sum() * 2.0**-26).backward()
+        recorder.step()
+    return tmp_path / "run"
+
+
+def test_report_writes_a_page_and_prints_its_summary(recorded, tmp_path):
+    out = tmp_path / "page.html"
+    lines = run("report", str(recorded), "-o", str(out), "--format", "e5m2").splitlines()
+    assert lines[1].startswith(
+        "The model loses 100.0% of its activation gradients in e5m2; a loss scale of 2^"
+    )
+    assert lines[-1] == f"The page is {out}."
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_watch_shows_a_run_that_has_ended_once(recorded):
+    text = run("watch", str(recorded))
+    assert "ended, step 0" in text and "weight_gradient" in text
+
+
+@pytest.mark.parametrize("command", ["report", "watch"])
+def test_a_run_that_is_not_there_is_one_line(command, tmp_path):
+    option = ["--once"] if command == "watch" else []
+    result = CliRunner().invoke(app, [command, str(tmp_path / "none"), *option])
+    if command == "watch":  # it may begin later
+        assert result.exit_code == 0 and "nothing was recorded yet" in result.output
+    else:
+        assert result.exit_code == 2
+        assert result.stderr.startswith("fpemu: no directory ") and result.stderr.count("\n") == 1
+
+
+def test_watch_refuses_an_unknown_format(recorded):
+    result = CliRunner().invoke(app, ["watch", str(recorded), "--format", "fp17"])
+    assert result.exit_code == 2 and "unknown format 'fp17'" in result.stderr

@@ -1,4 +1,4 @@
-"""Emulation under DistributedDataParallel and FSDP2, on two processes."""
+"""Emulation and records under DistributedDataParallel and FSDP2, on several processes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sys
 import pytest
 
 
-def torchrun(script, *arguments):
-    """Run a script of this folder on two ranks; fail with what it said."""
+def torchrun(script, *arguments, ranks=2):
+    """Run a script of this folder on some ranks; fail with what it said."""
     path = pathlib.Path(__file__).with_name(script)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     result = subprocess.run(
         [*launcher, path, *arguments],
         capture_output=True,
@@ -27,3 +27,7 @@ def torchrun(script, *arguments):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_step_on_two_ranks_has_the_bits_of_one_process(kind):
     torchrun("ranks.py", kind)
+
+
+def test_records_of_four_ranks_are_those_of_one_process(tmp_path):
+    torchrun("recording_ranks.py", tmp_path, "ddp", "compiled", "fsdp", "hsdp", ranks=4)

@@ -238,6 +238,75 @@ def test_threads_change_neither_counts_nor_sums(monkeypatch, dtype):
         assert a.sums.tolist() == b.sums.tolist()
 
 
+SYMMETRIC = ["nearest_even", "nearest_away", "toward_zero", "to_odd"]
+
+
+@pytest.mark.parametrize("rounding", SYMMETRIC)
+@pytest.mark.parametrize("fmt", [*FORMATS, *CUSTOM], ids=str)
+def test_what_other_roundings_lose_is_what_they_round_to_zero(fmt, rounding):
+    x = mixed("float64", seed=7, count=2000)
+    x = np.concatenate([x[(np.abs(x) < 1e30) & (np.abs(x) > 1e-300)], 2.0 ** np.arange(-60, 20)])
+    counted = tally(x)
+    for exponent in (-7, 0, 1, 12):
+        scaled = x * 2.0**exponent
+        lost = (quantize(scaled, fmt, rounding) == 0) & (x != 0)
+        assert counted.vanishing(fmt, 2.0**exponent, rounding) == lost.sum()
+        assert counted.lost(fmt, 2.0**exponent, rounding) == lost.sum() / counted.histogram.sum()
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, *CUSTOM, "fp32"], ids=str)
+@pytest.mark.parametrize("exponent", [-9, 0, 5, 60])
+def test_overflow_at_a_scale_lies_within_its_bounds(fmt, exponent):
+    f = as_format(fmt)
+    rng = np.random.default_rng(2)
+    x = np.ldexp(rng.standard_normal(3000), rng.integers(f.emax - 4, f.emax + 3, 3000) - exponent)
+    limit = f.max + math.ldexp(1.0, f.emax - f.precision)
+    for part in (x, x[np.abs(x) * 2.0**exponent < limit * 0.999], np.array([limit * 1.01 * 2.0**-exponent])):
+        over = tally(part * 2.0**exponent, fmt).overflow
+        low, high = tally(part).overflowing(fmt, 2.0**exponent)
+        assert low <= over <= high
+        assert (low > 0) == (over > 0)
+
+
+def test_overflow_is_exact_where_the_largest_value_stays_below_the_limit():
+    assert tally(np.float32([65519, 1.0])).overflowing("fp16") == (0, 0)
+    assert tally(np.float32([65520, 32768.0, 1.0])).overflowing("fp16") == (1, 1)
+    assert tally(np.float32([40000, 65536.0])).overflowing("fp16") == (1, 2)
+    assert tally(np.array([1e308])).overflowing("fp64") == (0, 0)
+    assert tally(np.array([1e308])).overflowing("fp64", 2.0) == (1, 1)
+
+
+def test_quantiles_are_those_of_numpy_to_a_binade():
+    x = mixed(seed=11)
+    magnitudes = np.sort(np.abs(x[np.isfinite(x) & (x != 0)]).astype(float))
+    for share in (0, 0.01, 0.25, 0.5, 0.9, 1):
+        wanted = magnitudes[min(int(share * magnitudes.size), magnitudes.size - 1)]
+        low = tally(x).quantile(share)
+        assert low <= wanted < 2 * low
+    assert Tally().quantile(0.5) == 0.0
+
+
+def test_range_and_root_mean_square():
+    x = np.float32([0, 2**-10, -1.5, np.inf, np.nan, 3])
+    t = tally(x)
+    assert t.dynamic_range() == 12  # binades -10 to 1
+    assert t.rms() == math.sqrt((2**-20 + 1.5**2 + 9) / 4)
+    assert (Tally().dynamic_range(), Tally().rms()) == (0, 0.0)
+
+
+@pytest.mark.parametrize("exponent", [-30, -1, 0, 8])
+def test_a_scaled_tally_is_that_of_the_scaled_values(exponent):
+    x = mixed(seed=4)
+    got, wanted = tally(x, "fp16").scaled(2.0**exponent), tally(x.astype(float) * 2.0**exponent)
+    assert got == wanted
+    assert got.amax == wanted.amax
+
+
+def test_a_scale_that_leaves_float64_is_refused():
+    with pytest.raises(ValueError, match=r"at scale 4\.0 values leave the range of float64"):
+        tally(np.array([1e308])).scaled(4.0)
+
+
 def test_shares():
     t = tally(np.float32([0, 2.0**-25, 2.0**-24, 1]), "fp16")
     assert (t.share("zero"), t.share("underflow"), t.share("subnormal"), t.share("overflow")) == (
@@ -315,6 +384,13 @@ def test_tensors_count_as_arrays_do_and_nothing_is_written():
         (lambda t: t.lost("fp16", 3.0), ValueError, "scale must be a power of two .*, got 3.0"),
         (lambda t: t.lost("fp16", 0.0), ValueError, "scale must be a power of two"),
         (lambda t: t.lost("fp16", 2**1024), ValueError, "scale must be a power of two of float64"),
+        (
+            lambda t: t.lost("fp16", 1.0, "stochastic"),
+            ValueError,
+            "rounding must be one of nearest_even, .*got 'sto",
+        ),
+        (lambda t: t.overflowing("fp16", 3.0), ValueError, "scale must be a power of two"),
+        (lambda t: t.quantile(1.5), ValueError, "share must be from 0 to 1, got 1.5"),
         (lambda t: t.lost("e8m0"), ValueError, "e8m0fnu has no zero to lose values to"),
         (
             lambda t: t + tally(np.ones(2, "f4"), "bf16"),

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..patterns import has_matrix, modules_of, unwrapped
+from ..patterns import compile_anew, has_matrix, modules_of, unwrapped
 from ..policy import Policy
 from ..quantizer import Quantizer
 from ..random import Key
@@ -51,7 +50,7 @@ class Emulation:
         if every_op is not None:
             self._handles.append(model.register_forward_pre_hook(every_op.before))
             every_op.start()
-        _compile_anew(whole)
+        compile_anew(whole)
 
     def remove(self) -> None:
         """Take all rounding out of the model; what was counted stays. A second call does nothing."""
@@ -66,7 +65,7 @@ class Emulation:
             hooks.mode.leave()
             hooks.leave(self._modules[name])
         self._modules.clear()
-        _compile_anew(self.whole)
+        compile_anew(self.whole)
 
     def __enter__(self) -> Emulation:
         return self
@@ -285,9 +284,3 @@ def _tie(model: nn.Module, hooks: dict[str, ModuleHooks]) -> None:
             owner = first.setdefault(parameter, here)
             if owner is not here and {r for r in OF_WEIGHT if r in here.sites} <= owner.sites.keys():
                 here.tied[label] = owner
-
-
-def _compile_anew(model: nn.Module) -> None:
-    """Forget what was compiled of a model: hooks added or removed later would go unseen."""
-    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
-        torch._dynamo.reset()

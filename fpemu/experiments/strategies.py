@@ -15,6 +15,7 @@ from ..files import read_mapping
 from ..formats import OVERFLOWS, ROUNDINGS, as_format
 from ..optim import LowPrecision
 from ..quantizer import Quantizer
+from ..random import Key
 
 ROLES = ("weight", "activation", "gradient", "weight_gradient")
 _POLICY_KEYS = (*ROLES, "include", "exclude")
@@ -23,9 +24,6 @@ _OPTIMIZER_OPTIONS = {
     name: option
     for name, option in inspect.signature(LowPrecision).parameters.items()
     if name not in ("optimizer", "key")  # what a run gives
-}
-_ROLES_OF_OPTIMIZER = {
-    name for name, option in _OPTIMIZER_OPTIONS.items() if "Role" in str(option.annotation)
 }
 _STATES = ((), ("momentum_buffer",), ("exp_avg", "exp_avg_sq"))  # by how many there are
 _FILE_TYPES = (".toml", ".yaml", ".yml")
@@ -41,7 +39,7 @@ class Strategy:
             ``include``, ``exclude``). A role is a format name or a mapping with ``format`` and, as in
             ``fpemu.Quantizer``, ``rounding``, ``overflow`` and ``scaling``. Empty: nothing is rounded.
         optimizer: Options of ``fpemu.optim.LowPrecision`` (``weight``, ``state``, ``rounding``, ``master``,
-            ``kahan`` ...), formats as in ``policy``; ``state`` may be a mapping of names to them. ``None``:
+            ``kahan`` ...), formats as in roles; ``state`` may be a mapping of its names to them. ``None``:
             the plain FP32 optimizer.
         loss_scale: ``None``, a positive number, or ``"dynamic"`` for torch's GradScaler.
         statistics: The running mean and variance of batch normalization, rounded after each step; given as a
@@ -72,10 +70,6 @@ class Strategy:
         _check_patterns(self.policy, where)
         if self.optimizer is not None:
             _check_optimizer(self.optimizer, where)
-            try:  # what goes together only LowPrecision knows
-                LowPrecision(torch.optim.SGD([torch.zeros(1)]), **self.optimizer_options)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"optimizer of {where}: {error}") from None
         _check_loss_scale(self.loss_scale, where)
         _check_role(self.statistics, f"statistics of {where}")
         if isinstance(self.statistics, Mapping) and self.statistics.get("scaling") is not None:
@@ -114,33 +108,20 @@ class Strategy:
             + (32 if master else 0)
             + (kept if optimizer.get("kahan", False) else 0)
             + sum(_bits(_state_role(optimizer.get("state"), name)) for name in _STATES[states])
-            + _bits(optimizer.get("gradient") or self.roles.get("weight_gradient"))
+            + _bits(optimizer.get("gradient", self.roles.get("weight_gradient")))
         )
 
-    @property
-    def optimizer_options(self) -> dict[str, Any]:
-        """``optimizer`` as ``LowPrecision`` takes it."""
-        options = dict(self.optimizer or {})
-        for key in _ROLES_OF_OPTIMIZER & options.keys():
-            role = options[key]
-            by_name = isinstance(role, Mapping) and "format" not in role
-            options[key] = {k: as_role(v) for k, v in role.items()} if by_name else as_role(role)
-        return options
+    def around(self, optimizer: torch.optim.Optimizer, key: Key) -> torch.optim.Optimizer:
+        """The optimizer as the strategy keeps weights and state; without options as it is."""
+        return (
+            optimizer
+            if self.optimizer is None
+            else LowPrecision(optimizer, **_options(self.optimizer), key=key)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The strategy as a file of the user's would hold it."""
         return asdict(self)
-
-
-def as_role(role: Any) -> Any:
-    """A role as a Policy takes it: a table becomes a Quantizer."""
-    return Quantizer(**role) if isinstance(role, Mapping) else role
-
-
-def _state_role(state: Any, name: str) -> Any:
-    if isinstance(state, Mapping) and "format" not in state:
-        return state.get(name, state.get("*"))
-    return state
 
 
 def _format_name(role: Any) -> Any:
@@ -200,12 +181,37 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
     _check_keys(optimizer, _OPTIMIZER_OPTIONS, f"optimizer of {where}")
     for key, value in optimizer.items():
         option = _OPTIMIZER_OPTIONS[key]
-        if key in _ROLES_OF_OPTIMIZER:
-            by_name = key == "state" and isinstance(value, Mapping) and "format" not in value
-            for name, role in value.items() if by_name else [(None, value)]:
-                _check_role(role, f"optimizer.{key}{f'.{name}' if name else ''} of {where}")
+        if "Role" in str(option.annotation):
+            named = value if key == "state" and _is_by_name(value) else {"": value}
+            for name, role in named.items():
+                _check_role(role, f"optimizer.{key}{name and f'.{name}'} of {where}")
         if isinstance(option.default, bool) and not isinstance(value, bool):
             raise TypeError(f"optimizer.{key} of {where} must be true or false, got {value!r}")
+    try:  # what goes together only LowPrecision knows
+        LowPrecision(torch.optim.SGD([torch.zeros(1)]), **_options(optimizer))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"optimizer of {where}: {error}") from None
+
+
+def _options(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: {k: as_role(v) for k, v in value.items()} if _is_by_name(value) else as_role(value)
+        for name, value in optimizer.items()
+    }
+
+
+def _is_by_name(value: Any) -> bool:
+    """Whether it gives each name of state a role of its own."""
+    return isinstance(value, Mapping) and "format" not in value
+
+
+def _state_role(state: Any, name: str) -> Any:
+    return state.get(name, state.get("*")) if _is_by_name(state) else state
+
+
+def as_role(value: Any) -> Any:
+    """A role as ``Policy`` and ``LowPrecision`` take it: a mapping becomes a Quantizer."""
+    return Quantizer(**value) if isinstance(value, Mapping) else value
 
 
 def _check_loss_scale(scale: Any, where: str) -> None:

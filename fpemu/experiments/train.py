@@ -163,10 +163,7 @@ class _Stepper:
 
     def __init__(self, model: torch.nn.Module, strategy: Strategy, settings: Settings, seed: int) -> None:
         self.model, self.settings, self.steps, self.taken = model, settings, 0, 0
-        self.optimizer = _optimizer(model, settings)
-        if strategy.optimizer is not None:
-            key = Key(seed).fold_in("optimizer")
-            self.optimizer = LowPrecision(self.optimizer, **strategy.optimizer_options, key=key)
+        self.optimizer = strategy.around(_optimizer(model, settings), Key(seed).fold_in("optimizer"))
         self.dynamic = strategy.loss_scale == "dynamic"
         self.scale = (
             1.0
