@@ -88,6 +88,39 @@ def test_bits_per_parameter_count_a_master_copy_and_the_state_in_their_formats()
     assert master.bits_per_parameter(1) == 16 + 32 + 8 + 32
 
 
+def test_bits_per_parameter_count_each_state_and_gradients_as_the_optimizer_keeps_them():
+    adam = Strategy(
+        "a", optimizer={"weight": "bf16", "state": {"exp_avg": "fp16", "*": "e5m2"}, "gradient": "fp16"}
+    )
+    assert adam.bits_per_parameter(2) == 16 + (16 + 8) + 16
+    one = Strategy("b", {"weight_gradient": "e5m2"}, {"state": {"exp_avg_sq": {"format": "bf16"}}})
+    assert one.bits_per_parameter(2) == 32 + (32 + 16) + 8
+    assert one.bits_per_parameter(0) == 32 + 8
+
+
+SCALED = {"format": "fp16", "scaling": "tensor"}
+
+
+def test_options_of_the_optimizer_may_be_tables_as_roles_are(digits):
+    table = {"format": "bf16", "rounding": "stochastic"}
+    strategy = Strategy("x", optimizer={"weight": table, "state": {"exp_avg_sq": SCALED, "*": "bf16"}})
+    around = strategy.around(torch.optim.Adam([torch.zeros(1)]), fpemu.Key(0))
+    assert around.weight == fpemu.Quantizer("bf16", rounding="stochastic")
+    assert around.kept_state == {
+        "exp_avg_sq": fpemu.Quantizer("fp16", scaling="tensor"),
+        "*": fpemu.Quantizer("bf16"),
+    }
+    settings = dataclasses.replace(TINY, lr=0.003, optimizer="adam")
+    # Of the weights alone, stochastic rounding in two spellings.
+    named = Strategy("x", optimizer={"weight": "bf16", "rounding": "stochastic"})
+    tables = Strategy("x", optimizer={"weight": table})
+    a, b = (train(one, settings, 0, digits) for one in (named, tables))
+    assert (a.losses, a.lost_updates) == (b.losses, b.lost_updates)
+    fp32, kept = (train(one, settings, 0, digits) for one in (STRATEGIES["fp32"], strategy))
+    assert abs(kept.train_loss / fp32.train_loss - 1) < 0.05 and kept.losses != fp32.losses
+    assert Result.from_dict(json.loads(json.dumps(kept.as_dict()))).strategy == strategy
+
+
 TOML = """
 name = "mine"
 loss_scale = 1024.0
@@ -199,6 +232,13 @@ def test_names_come_as_a_list_or_with_commas_in_their_order():
             "unknown key 'lr' in optimizer of strategy 'bad'; choose from weight",
         ),
         ('optimizer.weight = "fp17"', ValueError, "optimizer.weight of strategy 'bad': .*'fp17'"),
+        ('optimizer.weight = {format = "fp16", x = 1}', ValueError, "unknown key 'x' in optimizer.weight of"),
+        (
+            'optimizer.state.exp_avg = "fp17"',
+            ValueError,
+            "optimizer.state.exp_avg of strategy 'bad': .*'fp17'",
+        ),
+        ("optimizer.gradient = 8", TypeError, "optimizer.gradient of strategy 'bad' must be a format's name"),
         (
             "optimizer.state = 8",
             TypeError,

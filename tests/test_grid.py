@@ -65,6 +65,16 @@ def test_a_grid_has_the_parts_that_there_are(settings, alone):
     assert ("state" in everything.optimizer) == (settings.states > 0)
 
 
+def test_adams_moments_are_scaled_where_everything_is_rounded_and_plain_alone():
+    by_name = {s.name: s for s in grid(PRESETS["transformer"], ["fp16"], scales=[None])}
+    assert by_name["momentum fp16 nearest"].optimizer == {"state": "fp16"}
+    state = by_name["all fp16 stochastic"].optimizer["state"]
+    assert state == {"format": "fp16", "rounding": "stochastic", "scaling": "tensor"}
+    found = row(result_of(by_name["all fp16 stochastic"]))
+    assert (found["momentum"], found["momentum_rounding"]) == ("fp16", "stochastic")
+    assert next(s for s in grid(PRESETS["mlp"]) if s.name == "all fp16 nearest").optimizer["state"] == "fp16"
+
+
 @pytest.mark.parametrize("presets", [PRESETS, QUICK])
 def test_there_is_a_preset_for_every_model(presets):
     assert {settings.model for settings in presets.values()} == set(presets)

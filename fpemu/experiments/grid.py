@@ -57,7 +57,8 @@ def grid(
         scales: As a Strategy's ``loss_scale``.
 
     Yields:
-        Strategies with names such as ``"weights fp16 kahan"`` and ``"all bf16 nearest x128"``.
+        Strategies with names such as ``"weights fp16 kahan"`` and ``"all bf16 nearest x128"``. Where
+        everything is rounded, Adam's moments are scaled, each tensor by a power of two of its own.
 
     Raises:
         ValueError: an unknown format or rounding, a bad scale, or none of one.
@@ -72,20 +73,21 @@ def grid(
         for axis in AXES
         if (axis != "momentum" or settings.states) and (axis != "statistics" or settings.model == "resnet8")
     ]
+    adam = settings.optimizer == "adam"
     yield Strategy("fp32")
     for axis in axes:
         for fmt in formats:
             for rounding in roundings:
                 if rounding != "kahan" or axis == "weights":
-                    yield _strategy(axis, [axis], fmt, rounding, None)
+                    yield _strategy(axis, [axis], fmt, rounding, None, adam)
     for fmt in formats:
         for scale in scales:
             if scale is not None and "nearest" in roundings:
-                yield _strategy("gradients", ["gradients"], fmt, "nearest", scale)
+                yield _strategy("gradients", ["gradients"], fmt, "nearest", scale, adam)
     for fmt in formats:
         for rounding in roundings:
             for scale in scales:
-                yield _strategy("all", axes, fmt, rounding, scale)
+                yield _strategy("all", axes, fmt, rounding, scale, adam)
 
 
 def parse_scale(text: str) -> Scale:
@@ -114,12 +116,19 @@ def _check(formats: Sequence[str], roundings: Sequence[str], scales: Sequence[Sc
             raise ValueError(f"unknown rounding {rounding!r} of a grid; choose from {', '.join(ROUNDINGS)}")
 
 
-def _strategy(axis: str, axes: list[str], fmt: str, rounding: str, scale: Scale) -> Strategy:
+def _role(fmt: str, rounding: str) -> dict[str, str]:
+    return {"format": fmt, "rounding": "stochastic" if rounding == "stochastic" else "nearest_even"}
+
+
+def _strategy(axis: str, axes: list[str], fmt: str, rounding: str, scale: Scale, adam: bool) -> Strategy:
     named = "" if scale is None else " dynamic" if scale == "dynamic" else f" x{scale:g}"
-    role = {"format": fmt, "rounding": "stochastic"} if rounding == "stochastic" else fmt
+    role = _role(fmt, rounding) if rounding == "stochastic" else fmt
     roles = {"activations": ("activation",), "gradients": ("gradient", "weight_gradient")}
     kept = {"weights": "weight", "momentum": "state"}
-    optimizer = {kept[part]: fmt for part in axes if part in kept}
+    optimizer: dict[str, Any] = {kept[part]: fmt for part in axes if part in kept}
+    if "state" in optimizer and adam and axis == "all":
+        # Plain, second moments of fp16 vanish, and the rest of the row would show nothing else.
+        optimizer["state"] = {**_role(fmt, rounding), "scaling": "tensor"}
     return Strategy(
         f"{axis} {fmt} {rounding}{named}",
         policy={name: role for part in axes if part in roles for name in roles[part]},

@@ -25,6 +25,7 @@ _OPTIMIZER_OPTIONS = {
     for name, option in inspect.signature(LowPrecision).parameters.items()
     if name not in ("optimizer", "key")  # what a run gives
 }
+_STATES = ((), ("momentum_buffer",), ("exp_avg", "exp_avg_sq"))  # by how many there are
 _FILE_TYPES = (".toml", ".yaml", ".yml")
 
 
@@ -38,7 +39,8 @@ class Strategy:
             ``include``, ``exclude``). A role is a format name or a mapping with ``format`` and, as in
             ``fpemu.Quantizer``, ``rounding``, ``overflow`` and ``scaling``. Empty: nothing is rounded.
         optimizer: Options of ``fpemu.optim.LowPrecision`` (``weight``, ``state``, ``rounding``, ``master``,
-            ``kahan`` ...), formats as in roles. ``None``: the plain FP32 optimizer.
+            ``kahan`` ...), formats as in roles; ``state`` may be a mapping of its names to them. ``None``:
+            the plain FP32 optimizer.
         loss_scale: ``None``, a positive number, or ``"dynamic"`` for torch's GradScaler.
         statistics: The running mean and variance of batch normalization, rounded after each step; given as a
             role is, without ``scaling``. ``None``: FP32.
@@ -105,7 +107,7 @@ class Strategy:
             + (_bits(cast) if cast is not None and not master else 0)
             + (32 if master else 0)
             + (kept if optimizer.get("kahan", False) else 0)
-            + states * _bits(optimizer.get("state"))
+            + sum(_bits(_state_role(optimizer.get("state"), name)) for name in _STATES[states])
             + _bits(optimizer.get("gradient", self.roles.get("weight_gradient")))
         )
 
@@ -180,7 +182,9 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
     for key, value in optimizer.items():
         option = _OPTIMIZER_OPTIONS[key]
         if "Role" in str(option.annotation):
-            _check_role(value, f"optimizer.{key} of {where}")
+            named = value if key == "state" and _is_by_name(value) else {"": value}
+            for name, role in named.items():
+                _check_role(role, f"optimizer.{key}{name and f'.{name}'} of {where}")
         if isinstance(option.default, bool) and not isinstance(value, bool):
             raise TypeError(f"optimizer.{key} of {where} must be true or false, got {value!r}")
     try:  # what goes together only LowPrecision knows
@@ -190,7 +194,19 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
 
 
 def _options(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: as_role(value) for name, value in optimizer.items()}
+    return {
+        name: {k: as_role(v) for k, v in value.items()} if _is_by_name(value) else as_role(value)
+        for name, value in optimizer.items()
+    }
+
+
+def _is_by_name(value: Any) -> bool:
+    """Whether it gives each name of state a role of its own."""
+    return isinstance(value, Mapping) and "format" not in value
+
+
+def _state_role(state: Any, name: str) -> Any:
+    return state.get(name, state.get("*")) if _is_by_name(state) else state
 
 
 def as_role(value: Any) -> Any:
