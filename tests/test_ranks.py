@@ -29,5 +29,8 @@ def test_a_step_on_two_ranks_has_the_bits_of_one_process(kind):
     torchrun("ranks.py", kind)
 
 
-def test_records_of_four_ranks_are_those_of_one_process(tmp_path):
-    torchrun("recording_ranks.py", tmp_path, "ddp", "compiled", "fsdp", "hsdp", ranks=4)
+@pytest.mark.parametrize(
+    "kinds", [("ddp", "fsdp"), pytest.param(("compiled", "hsdp"), marks=pytest.mark.slow)], ids="+".join
+)
+def test_records_of_four_ranks_are_those_of_one_process(tmp_path, kinds):
+    torchrun("recording_ranks.py", tmp_path, *kinds, ranks=4)
