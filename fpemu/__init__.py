@@ -5,11 +5,13 @@ from typing import Any
 from .arithmetic import dot, is_representable, next_down, next_up, sum, ulp
 from .codes import decode, encode, pack, unpack
 from .formats import Format, as_format
+from .matmul import Accumulator, matmul
 from .quantize import quantize
 from .random import Key
 from .stats import Tally, tally
 
 __all__ = [
+    "Accumulator",
     "Emulation",
     "Format",
     "Key",
@@ -24,6 +26,7 @@ __all__ = [
     "emulate",
     "encode",
     "is_representable",
+    "matmul",
     "next_down",
     "next_up",
     "optim",

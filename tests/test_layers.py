@@ -17,7 +17,9 @@ PACKAGE = pathlib.Path(fpemu.__file__).parent
 LAYERS = [
     ["columns", "files", "formats", "random", "kernels.layout"],  # L0
     ["reference", "kernels.scalar"],  # L1
-    ["kernels.rules", "kernels.cpu", "kernels.cuda"],
+    ["kernels.rules", "kernels.cpu", "kernels.cuda", "kernels.sums"],
+    ["kernels.gemm"],
+    ["kernels.ways"],
     ["kernels.launch", "kernels.device"],
     ["kernels"],
     ["arrays"],  # L2
