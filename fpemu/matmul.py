@@ -73,7 +73,7 @@ class Accumulator:
             _check_held(self.chunk_accumulate, wide, "chunk_accumulate")
         check_key(self.rounding, key)
         shape = _shape(tuple(left.shape), tuple(right.shape))
-        return _multiply(self, left, right, shape, wide == BINARY32, key)  # type: ignore[no-any-return]
+        return _multiply(self, left, right, shape, wide == BINARY32, key)
 
     def roundings(self) -> tuple[Rounding | None, Rounding, Rounding | None]:
         """Of products, of sums of terms, of sums of chunks; None: there is no such rounding."""
