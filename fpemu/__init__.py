@@ -19,6 +19,7 @@ __all__ = [
     "Policy",
     "Quantizer",
     "Tally",
+    "accumulation",
     "as_format",
     "cast",
     "decode",
@@ -51,7 +52,7 @@ _LAZY = {
     "emulate": "emulation",
     "LowPrecision": "optim",
 }
-_MODULES = ("optim", "plot", "scaling", "testing")
+_MODULES = ("accumulation", "optim", "plot", "scaling", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -73,6 +73,18 @@ class _Product(torch.autograd.Function):
         return of_a, of_b, None, None, None
 
 
+def needs_function(a: Tensor, b: Tensor) -> bool:
+    """Whether a product goes through a Function; torch.compile passes one without gradient a context."""
+    return not torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    )
+
+
+def _product(a: Tensor, b: Tensor, how: str, key: Tensor | None) -> Tensor:
+    apply = _Product.apply if needs_function(a, b) else _Product.forward
+    return apply(a, b, how, key, "forward")
+
+
 def multiply(a: Tensor, b: Tensor, how: str, key: Tensor | None) -> Tensor:
     """`product` of an Accumulator's spec, and a key as a tensor or None."""
     if b.dim() == 1:
@@ -82,10 +94,10 @@ def multiply(a: Tensor, b: Tensor, how: str, key: Tensor | None) -> Tensor:
     if b.dim() == 2:
         # One matrix, so that the gradient of b is one sum over all rows.
         rows = a.reshape(-1, a.shape[-1])
-        return _Product.apply(rows, b, how, key, "forward").reshape(*a.shape[:-1], b.shape[-1])
+        return _product(rows, b, how, key).reshape(*a.shape[:-1], b.shape[-1])
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     stacks = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
-    return _Product.apply(*stacks, how, key, "forward")
+    return _product(*stacks, how, key)
 
 
 def product(a: Tensor, b: Tensor, how: Accumulator, *, key: Key | None = None) -> Tensor:

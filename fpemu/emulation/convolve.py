@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ..accumulation import needs_function
+
 TILE = 1 << 22  # numbers that are unfolded at a time, more only if one image or channel has more
 
 
@@ -46,7 +48,8 @@ def convolve(
         return convolve(x[None], weight, bias, stride, padding, dilation, groups, how=how, key=key)[0]
     strides, dilations = _each(stride, dimensions), _each(dilation, dimensions)
     geometry = Geometry(strides, _padding(padding, weight, dilations), dilations, groups)
-    y = _Convolution.apply(x, weight, geometry, how, key)
+    apply = _Convolution.apply if needs_function(x, weight) else _Convolution.forward
+    y = apply(x, weight, geometry, how, key)
     return y if bias is None else y + bias.reshape(-1, *[1] * dimensions)
 
 

@@ -168,5 +168,7 @@ def attention(
         scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    weights = F.dropout(torch._safe_softmax(scores, -1), dropout_p)  # rows that are masked altogether give 0
+    weights = F.dropout(
+        torch.ops.aten._safe_softmax.default(scores, -1), dropout_p
+    )  # rows that are masked altogether give 0
     return multiply(matmul, torch.matmul, (weights, value), {}, sites, sums, skipped)
