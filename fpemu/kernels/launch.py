@@ -140,7 +140,7 @@ def multiply(
     over_chunks(
         c.size,
         lambda start, stop: gemm.multiply_stochastic(
-            a, b, c, *places, start, stop, chunk, steps.random, steps.rules64, key.offset, keys
+            a, b, c, *places, start, stop, chunk, steps.random, steps.short, steps.rules64, key.offset, keys
         ),
         grain=cpu.BLOCK,
         cost=a.shape[2],

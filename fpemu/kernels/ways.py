@@ -47,7 +47,8 @@ class Sums(NamedTuple):
     outer_way: int
     rules: npt.NDArray[np.uint32]
     rules64: npt.NDArray[np.uint64]
-    random: npt.NDArray[np.bool_]  # of products, sums, and sums of chunks
+    random: npt.NDArray[np.bool_]  # whether products, sums, and sums of chunks are rounded so
+    short: npt.NDArray[np.bool_]  # whether `stochastic_short` does for them
 
 
 @cache
@@ -72,7 +73,15 @@ def sums(
     if way == gemm.ANY and product is not None:
         way = gemm.ANY_PRODUCT
     rules = np.stack([_words32(one) for one in three])
-    return Sums(way, outer_way, rules, rules64, random)
+    return Sums(way, outer_way, rules, rules64, random, np.array([_is_short(one) for one in three]))
+
+
+def _is_short(one: Rounding) -> bool:
+    rule = Rule(*one.plan(BINARY64).words)
+    same = rule.infinite == rule.over_positive == rule.over_negative
+    usual = one.fmt.signed and one.fmt.subnormal and one.fmt.has_negative_zero
+    # The power of two that a sum is scaled by must be a normal float64.
+    return bool(same and usual and one.fmt.precision <= WIDEST_RANDOM and one.fmt.emin > -900)
 
 
 def _words32(one: Rounding) -> npt.NDArray[np.uint32]:
