@@ -19,7 +19,7 @@ LAYERS = [
     ["reference", "kernels.scalar"],  # L1
     ["kernels.rules", "kernels.cpu", "kernels.cuda", "kernels.sums"],
     ["kernels.gemm"],
-    ["kernels.ways"],
+    ["kernels.gemm_random", "kernels.ways"],
     ["kernels.launch", "kernels.device"],
     ["kernels"],
     ["arrays"],  # L2
@@ -48,7 +48,7 @@ LAYERS = [
     ["experiments.ablate"],
     ["experiments"],
     ["bench", "doctor"],
-    ["bench_training"],
+    ["bench_training", "bench_gemm"],
     ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ..formats import Format
 from ..random import MASK, Key
-from . import cpu, gemm
+from . import cpu, gemm, gemm_random
 from .layout import COUNTS, SUMS
 from .rules import Plan, tally_words
 from .ways import Sums
@@ -139,7 +139,7 @@ def multiply(
     keys = np.stack([key_words(one) for one in (key.fold_in("product"), key, key.fold_in("chunks"))])
     over_chunks(
         c.size,
-        lambda start, stop: gemm.multiply_stochastic(
+        lambda start, stop: gemm_random.multiply_stochastic(
             a, b, c, *places, start, stop, chunk, steps.random, steps.short, steps.rules64, key.offset, keys
         ),
         grain=cpu.BLOCK,
