@@ -5,11 +5,13 @@ from typing import Any
 from .arithmetic import dot, is_representable, next_down, next_up, sum, ulp
 from .codes import decode, encode, pack, unpack
 from .formats import Format, as_format
+from .matmul import Accumulator, matmul
 from .quantize import quantize
 from .random import Key
 from .stats import Tally, tally
 
 __all__ = [
+    "Accumulator",
     "Emulation",
     "Format",
     "Key",
@@ -19,6 +21,7 @@ __all__ = [
     "Recorder",
     "Records",
     "Tally",
+    "accumulation",
     "as_format",
     "cast",
     "decode",
@@ -27,6 +30,7 @@ __all__ = [
     "encode",
     "is_representable",
     "load",
+    "matmul",
     "next_down",
     "next_up",
     "observe",
@@ -57,7 +61,7 @@ _LAZY = {
     "load": "records",
     "observe": "observation",
 }
-_MODULES = ("export", "optim", "plot", "report", "scaling", "testing", "updates")
+_MODULES = ("accumulation", "export", "optim", "plot", "report", "scaling", "testing", "updates")
 
 
 def __getattr__(name: str) -> Any:

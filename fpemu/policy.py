@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from .accumulation import as_accumulator
 from .files import read_mapping, write_mapping
 from .formats import Format, as_format
+from .matmul import Accumulator
 from .patterns import Pattern, as_patterns, check_pattern, matching, modules_of, read_pattern, written_pattern
 from .quantizer import Quantizer, as_quantizer
 
@@ -40,6 +42,8 @@ class Policy:
         exclude: The same, of modules to leave alone.
         rules: Pairs of a pattern and a Policy, or None: leave alone. For a module the first rule that
             matches holds; without one, the roles above.
+        accumulate: An Accumulator, or the format of one: how the sums of matrix products are rounded as they
+            accumulate, forward, in dgrad and in wgrad alike.
         except_ops: Names of operations that ``every_op`` leaves alone, or fnmatch patterns of them:
             ``"aten.native_layer_norm*"``.
 
@@ -70,6 +74,7 @@ class Policy:
     wgrad_g: Any = None
     wgrad_a: Any = None
     every_op: Any = None
+    accumulate: Any = None
     include: Any = "*"
     exclude: Any = ()
     rules: Any = ()
@@ -78,6 +83,7 @@ class Policy:
     def __post_init__(self) -> None:
         for role in (*ROLES, *WHOLE):
             object.__setattr__(self, role, as_quantizer(getattr(self, role)))
+        object.__setattr__(self, "accumulate", as_accumulator(self.accumulate))
         for name in ("include", "exclude"):
             object.__setattr__(self, name, as_patterns(getattr(self, name), name))
         object.__setattr__(self, "rules", _rules(self.rules))
@@ -85,28 +91,29 @@ class Policy:
         object.__setattr__(self, "except_ops", several)
         if several and self.every_op is None:
             raise ValueError(f"except_ops= is read with every_op= only, got {several!r}")
-        if not self.rules and all(getattr(self, role) is None for role in (*ROLES, *WHOLE)):
-            raise ValueError(f"a Policy needs at least one of {', '.join((*ROLES, *WHOLE))}; all are None")
+        settable = (*ROLES, *WHOLE, "accumulate")
+        if not self.rules and all(getattr(self, role) is None for role in settable):
+            raise ValueError(f"a Policy needs at least one of {', '.join(settable)}; all are None")
 
     def roles(self) -> dict[str, Quantizer]:
         """The roles of single modules that are set."""
         return {name: getattr(self, name) for name in ROLES if getattr(self, name) is not None}
 
-    def roles_by_module(self, model: nn.Module) -> dict[str, dict[str, Quantizer]]:
-        """By name of module, the roles that this policy sets there; of every module of the model.
+    def by_module(self, model: nn.Module) -> dict[str, Policy | None]:
+        """By name of module, the policy that holds there: this one, a rule's, or None.
 
         Raises:
             ValueError: a pattern matches no module.
         """
         modules = modules_of(model)
         found = {pattern: matching(pattern, modules) for pattern in self.patterns()}
-        chosen = {}
+        chosen: dict[str, Policy | None] = {}
         for name in modules:
             rule = next((policy for pattern, policy in self.rules if name in found[pattern]), self)
             included = any(name in found[p] for p in self.include)
             excluded = any(name in found[p] for p in self.exclude)
             here = rule is not None and (rule is not self or (included and not excluded))
-            chosen[name] = rule.roles() if here else {}
+            chosen[name] = rule if here else None
         return chosen
 
     def patterns(self) -> list[Pattern]:
@@ -123,6 +130,8 @@ class Policy:
         for role in (*ROLES, *WHOLE):
             if (quantizer := getattr(self, role)) is not None:
                 written[role] = _written_quantizer(quantizer)
+        if self.accumulate is not None:
+            written["accumulate"] = _written_accumulator(self.accumulate)
         if self.include != ("*",):
             written["include"] = [written_pattern(p) for p in self.include]
         if self.exclude:
@@ -151,6 +160,8 @@ class Policy:
         for role in (*ROLES, *WHOLE):
             if isinstance(read.get(role), Mapping):
                 read[role] = _read_quantizer(read[role])
+        if isinstance(read.get("accumulate"), Mapping):
+            read["accumulate"] = _read_accumulator(read["accumulate"])
         for name in ("include", "exclude"):
             if name in read:
                 several = [read[name]] if isinstance(read[name], (str, Mapping)) else read[name]
@@ -197,9 +208,24 @@ def _rules(rules: Any) -> tuple[tuple[Pattern, Policy | None], ...]:
     return tuple(checked)
 
 
+def _written_accumulator(how: Accumulator) -> dict[str, Any]:
+    written = {f.name: getattr(how, f.name) for f in fields(how) if getattr(how, f.name) != f.default}
+    written["accumulate"] = how.accumulate
+    return {name: _written_format(v) if isinstance(v, Format) else v for name, v in written.items()}
+
+
+def _read_accumulator(written: Mapping[str, Any]) -> Accumulator:
+    read: dict[str, Any] = {n: Format(**v) if isinstance(v, Mapping) else v for n, v in written.items()}
+    return Accumulator(**read)
+
+
+def _written_format(fmt: Format) -> Any:
+    return fmt.name if _is_named(fmt) else asdict(fmt)
+
+
 def _written_quantizer(quantizer: Quantizer) -> Any:
     fmt = quantizer.format
-    named = fmt.name if _is_named(fmt) else asdict(fmt)
+    named = _written_format(fmt)
     if quantizer == Quantizer(fmt):
         return named
     plain = Quantizer(fmt)

@@ -17,7 +17,9 @@ PACKAGE = pathlib.Path(fpemu.__file__).parent
 LAYERS = [
     ["columns", "files", "formats", "random", "kernels.layout"],  # L0
     ["reference", "kernels.scalar"],  # L1
-    ["kernels.rules", "kernels.cpu", "kernels.cuda"],
+    ["kernels.rules", "kernels.cpu", "kernels.cuda", "kernels.sums"],
+    ["kernels.gemm"],
+    ["kernels.gemm_random", "kernels.ways"],
     ["kernels.launch", "kernels.device"],
     ["kernels"],
     ["arrays"],  # L2
@@ -29,9 +31,12 @@ LAYERS = [
     ["testing.conformance"],
     ["testing"],
     ["quantizer", "patterns", "shards", "updates"],  # L3
-    ["policy", "autograd"],
+    ["autograd"],
+    ["accumulation"],
+    ["policy"],
     ["emulation.sites", "emulation.tensors", "emulation.report"],
-    ["emulation.recompute", "emulation.every_op"],
+    ["emulation.convolve"],
+    ["emulation.recompute", "emulation.every_op", "emulation.accumulated"],
     ["emulation.functional"],
     ["emulation.products"],
     ["emulation.hooks"],
@@ -55,7 +60,7 @@ LAYERS = [
     ["experiments.ablate", "experiments.grid"],
     ["experiments"],
     ["bench", "doctor"],
-    ["bench_training"],
+    ["bench_training", "bench_gemm"],
     ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

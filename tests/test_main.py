@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import struct
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 import fpemu
 from fpemu import Key, reference
 from fpemu.__main__ import app
+from fpemu.bench_gemm import WAYS
 from fpemu.formats import ALIASES, NAMED, ROUNDINGS
 
 ROOT = pathlib.Path(fpemu.__file__).parent.parent
@@ -433,6 +435,16 @@ def test_bench_training_prints_a_ratio_for_both_models():
     assert step.startswith("a step: ") and batch == (
         "a batch: resnet8, 64 images of 28 x 28 pixels; transformer, 16 texts of 64 characters"
     )
+
+
+def test_bench_gemm_prints_a_rate_for_every_way():
+    output = run("bench", "--gemm", "--size-log2", "10", "--repeats", "1")
+    assert "32 x 32 float32, " in output
+    for name in WAYS:
+        assert re.search(rf"^ *{re.escape(name)} +[\d.]+ +[\d.]+ +[\d.]+ *$", output, re.MULTILINE), name
+    result = CliRunner().invoke(app, ["bench", "--gemm", "--training"])
+    assert result.exit_code == 2
+    assert result.stderr == "fpemu: bench --gemm runs on the CPU, and without --training\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")

@@ -209,7 +209,7 @@ class Net(nn.Module):
 
 
 def rounded(policy):
-    return {name: roles for name, roles in policy.roles_by_module(Net()).items() if roles}
+    return {name: here.roles() for name, here in policy.by_module(Net()).items() if here and here.roles()}
 
 
 def names(policy):
@@ -257,7 +257,7 @@ def test_the_first_rule_that_matches_holds_and_without_one_the_policy():
 def test_a_pattern_that_matches_nothing_is_an_error(where, pattern):
     value = {pattern: None} if where == "rules" else pattern
     with pytest.raises(ValueError, match=r"matches none of the 8 modules: .*'stem' \(Conv2d\)"):
-        Policy(weight="fp16", **{where: value}).roles_by_module(Net())
+        Policy(weight="fp16", **{where: value}).by_module(Net())
 
 
 @pytest.mark.parametrize(
@@ -330,8 +330,8 @@ def test_a_function_cannot_be_written(tmp_path):
 
 def test_the_last_layer_may_be_parametrized_or_lazy():
     parametrized = nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
-    chosen = Policy(weight="fp16", exclude=":last").roles_by_module(parametrized)
-    assert [name for name, roles in chosen.items() if roles] == ["", "0"]
+    chosen = Policy(weight="fp16", exclude=":last").by_module(parametrized)
+    assert [name for name, here in chosen.items() if here] == ["", "0"]
     lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyLinear(3))
-    chosen = Policy(weight="fp16", exclude=":last").roles_by_module(lazy)
-    assert [name for name, roles in chosen.items() if roles] == ["", "0"]
+    chosen = Policy(weight="fp16", exclude=":last").by_module(lazy)
+    assert [name for name, here in chosen.items() if here] == ["", "0"]

@@ -11,7 +11,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..patterns import compile_anew, has_matrix, modules_of, unwrapped
 from ..policy import Policy
-from ..quantizer import Quantizer
 from ..random import Key
 from ..stats import Tally
 from .audit import Audit, audit
@@ -19,7 +18,7 @@ from .every_op import EveryOp
 from .functional import Functional
 from .hooks import OF_MODULE, OF_WEIGHT, ModuleHooks, Roles, RootHook
 from .report import Report
-from .sites import Site
+from .sites import Site, Sums
 
 
 class Emulation:
@@ -210,7 +209,7 @@ def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None, count: 
     key = Key(0) if key is None else key
     whole, model = model, unwrapped(model)
     mode = Functional()
-    chosen = policy.roles_by_module(model)
+    chosen = policy.by_module(model)
     hooks = {
         name: _hooks(name, module, chosen[name], mode, key, count)
         for name, module in modules_of(model).items()
@@ -223,6 +222,7 @@ def emulate(model: nn.Module, policy: Policy, *, key: Key | None = None, count: 
         every_op = EveryOp(policy.every_op, policy.except_ops, key.fold_in("every_op"), count)
     sites = [site for one in hooks.values() for site in one.sites.values()] + ([inputs] if inputs else [])
     mode.sites = [site for site in sites if site.changes]
+    mode.sites += [one.sums for one in hooks.values() if one.sums is not None]
     return Emulation(whole, model, hooks, RootHook(mode, inputs), every_op)
 
 
@@ -233,10 +233,11 @@ def _has_forward(name: str, module: nn.Module) -> bool:
 
 
 def _hooks(
-    name: str, module: nn.Module, roles: dict[str, Quantizer], mode: Functional, key: Key, count: bool
+    name: str, module: nn.Module, policy: Policy | None, mode: Functional, key: Key, count: bool
 ) -> ModuleHooks:
     outputs = outputs_of(module)
     multiplies = _multiplies(module)
+    roles = {} if policy is None else policy.roles()
     sites = {
         role: Site(quantizer, key.fold_in(name).fold_in(role), count)
         for role, quantizer in roles.items()
@@ -245,12 +246,18 @@ def _hooks(
         or (role in OF_MODULE and multiplies)
         or (role not in (*OF_MODULE, *OF_WEIGHT) and (multiplies or _has_matrix(module)))
     }
-    if sites and any(
-        isinstance(other := getattr(hook, "__self__", None), ModuleHooks) and other.sites
+    sums = None
+    if policy is not None and policy.accumulate is not None and (multiplies or _has_matrix(module)):
+        sums = Sums(policy.accumulate, key.fold_in(name).fold_in("accumulate"))
+    if (sites or sums) and any(
+        isinstance(other := getattr(hook, "__self__", None), ModuleHooks) and (other.sites or other.sums)
         for hook in module._forward_hooks.values()
     ):
         raise RuntimeError(f"module {name!r} is emulated already; remove() that emulation first")
-    return ModuleHooks(name, sites, mode, outputs, multiplies)
+    hooks = ModuleHooks(name, sites, sums, mode, outputs, multiplies)
+    if isinstance(module, nn.RNNBase) and policy is not None and policy.accumulate is not None:
+        hooks.skipped["sums"] = "torch computes a recurrent layer in one"
+    return hooks
 
 
 def outputs_of(module: nn.Module) -> Roles | None:

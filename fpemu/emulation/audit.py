@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..accumulation import accumulator_of
 from ..columns import aligned
 from ..quantizer import quantizer_of
 from .every_op import EveryOp
@@ -20,6 +21,7 @@ from .hooks import ModuleHooks, RootHook
 
 # The places of an operation's factors.
 FACTORS: dict[str, tuple[int, ...]] = {
+    "fpemu.matmul": (0, 1),
     "aten.mm": (0, 1),
     "aten.bmm": (0, 1),
     "aten.mv": (0, 1),
@@ -72,6 +74,7 @@ class ProductRow:
         phase: ``"forward"`` or ``"backward"``; a checkpoint's recomputation is backward.
         factors: For each factor its role (input, weight, activation, gradient) and format, None if unrounded.
         inside: What torch computes in one, where the product is a part of such: attention, a recurrent layer.
+        accumulate: Format that its sums are rounded to as they accumulate, None for torch's own.
     """
 
     module: str
@@ -79,6 +82,7 @@ class ProductRow:
     phase: str
     factors: tuple[Mark, ...]
     inside: str | None = None
+    accumulate: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,12 @@ class Audit:
 
     @property
     def uncovered(self) -> tuple[ProductRow, ...]:
-        """The products with an unrounded factor whose role the policy sets, but those inside fused ones."""
-        return tuple(
-            row
-            for row in self.products
-            if row.inside is None and any(f.fmt is None and f.role in self.roles for f in row.factors)
-        )
+        """The products with an unrounded factor or sum that the policy sets, but those inside fused ones."""
+        return tuple(row for row in self.products if row.inside is None and self._missing(row))
+
+    def _missing(self, row: ProductRow) -> bool:
+        sums = row.accumulate is None and "accumulate" in self.roles
+        return sums or any(f.fmt is None and f.role in self.roles for f in row.factors)
 
     def __str__(self) -> str:
         head = ("module", "operation", "phase", "factors", "")
@@ -108,6 +112,8 @@ class Audit:
         missing = set(self.uncovered)
         for row in self.products:
             factors = ", ".join(f"{f.role} {f.fmt or '-'}" for f in row.factors)
+            if "accumulate" in self.roles:
+                factors += f", sums {row.accumulate or '-'}"
             mark = "not covered" if row in missing else f"inside {row.inside}" if row.inside else ""
             rows.append((row.module or "(model)", row.op, row.phase, factors, mark))
         count = f"{len(self.products)} matrix products, {len(self.uncovered)} not covered"
@@ -148,6 +154,8 @@ def audit(
 
 def _roles(hooks: dict[str, ModuleHooks], root: RootHook) -> frozenset[str]:
     roles = {role for one in hooks.values() for role in one.sites}
+    if any(one.sums is not None for one in hooks.values()):
+        roles.add("accumulate")
     if root.inputs is not None:
         roles.add("input")
     factors = {"forward_a": "activation", "forward_w": "weight", "dgrad_g": "gradient", "wgrad_g": "gradient"}
@@ -234,7 +242,8 @@ class Watch(TorchDispatchMode):
         factors = tuple(mark for mark in marks if mark is not None)
         if factors:
             fused = inside if not name.startswith(ATTENTION) else None
-            self.rows.append(ProductRow(module, name, phase, factors, fused))
+            sums = accumulator_of(args[2]).accumulate.name if name == "fpemu.matmul" else None
+            self.rows.append(ProductRow(module, name, phase, factors, fused, sums))
         before = self._given(name, args)
         result = op(*args, **kwargs)
         self._follow(op, name, args, result, before, role)
@@ -264,7 +273,8 @@ class Watch(TorchDispatchMode):
         read = [mark for x in tree_leaves(args) if (mark := self.of(x)) is not None]
         if read and all(mark.role == "weight" for mark in read):
             role = "weight"  # computed from parameters alone
-        if op.namespace == "fpemu" and outputs:  # one that only counts returns nothing
+        # One that only counts returns nothing.
+        if op.namespace == "fpemu" and outputs and name not in FACTORS:
             known = self.of(args[0])
             given = Mark(known.role if known else role, quantizer_of(args[1]).format.name)
         aliases = {r.alias_info is None for r in op._schema.returns}

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .recompute import remember
-from .sites import Site
+from .sites import Site, Sums
 
 
 class Product(NamedTuple):
@@ -149,7 +149,7 @@ class Functional(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.frames: list[Frame] = []
-        self.sites: list[Site] = []  # that a new step changes
+        self.sites: list[Site | Sums] = []  # that a new step changes
         self._begun: list[str] = []  # the outermost modules whose forwards ran in this step
         self._thread = 0
         self._caller: Any = None  # the Python frame that runs the outermost forward

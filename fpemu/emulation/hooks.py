@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .functional import Frame, Functional, Product
 from .products import multiply
 from .recompute import region
-from .sites import Site, cast_at
+from .sites import Site, Sums, cast_at
 from .tensors import map_tensors, unsuitable
 
 OF_MODULE, OF_WEIGHT = ("activation", "gradient"), ("weight", "weight_gradient")
@@ -24,6 +24,7 @@ class ModuleHooks:
     Attributes:
         name: Of the module, as in ``named_modules``.
         sites: By role.
+        sums: How its matrix products are rounded as they accumulate, or None.
         outputs: The roles of what the module returns: a leaf's activations, a parametrization's weight, none.
         own_products: Whether products that its forward computes are rounded like a leaf's outputs.
         tied: By parameter name, the hooks of the module that has the parameter too, and had it first.
@@ -31,9 +32,15 @@ class ModuleHooks:
     """
 
     def __init__(
-        self, name: str, sites: dict[str, Site], mode: Functional, outputs: Roles | None, own_products: bool
+        self,
+        name: str,
+        sites: dict[str, Site],
+        sums: Sums | None,
+        mode: Functional,
+        outputs: Roles | None,
+        own_products: bool,
     ) -> None:
-        self.name, self.sites, self.mode = name, sites, mode
+        self.name, self.sites, self.sums, self.mode = name, sites, sums, mode
         self.outputs, self.own_products = outputs, own_products
         self.tied: dict[str, ModuleHooks] = {}
         self.called = False
@@ -112,7 +119,7 @@ class ModuleHooks:
     def product(self, product: Product, function: Any, args: Any, kwargs: Any) -> Any:
         """A product that the module's forward computes, of rounded parameters, and rounded itself."""
         args, kwargs = self.read_rounded(args), {k: self._one(x) for k, x in kwargs.items()}
-        result = multiply(product, function, args, kwargs, self.sites, self.skipped)
+        result = multiply(product, function, args, kwargs, self.sites, self.sums, self.skipped)
         if not self.own_products or not isinstance(result, Tensor):
             return result
         rounded = self._cast(result, OF_MODULE, product.name)

@@ -14,19 +14,29 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..policy import OPERANDS
+from .accumulated import accumulated, why_not
 from .functional import PRODUCTS, Product
-from .sites import Site, cast_at
+from .sites import Site, Sums, cast_at
 from .tensors import unsuitable
 
 
 def multiply(
-    product: Product, function: Any, args: Any, kwargs: Any, sites: dict[str, Site], skipped: dict[str, str]
+    product: Product,
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    sites: dict[str, Site],
+    sums: Sums | None,
+    skipped: dict[str, str],
 ) -> Any:
-    """``function(*args, **kwargs)`` with its factors rounded for each product, where a role says so."""
-    if not any(role in sites for role in OPERANDS):
+    """``function(*args, **kwargs)`` with its factors rounded for each product, where a role says so; its sums
+    too.
+    """
+    operands = any(role in sites for role in OPERANDS)
+    if not operands and sums is None:
         return function(*args, **kwargs)
     if product.name == "attention":
-        return attention(*args, sites=sites, skipped=skipped, **kwargs)
+        return attention(*args, sites=sites, sums=sums, skipped=skipped, **kwargs)
     factors: list[Any] = []
     product.change(args, kwargs, lambda number, x: factors.append(x))
     found = [unsuitable(x) for x in factors]
@@ -35,7 +45,23 @@ def multiply(
         skipped[f"factors of {product.name}"] = reasons[0] if reasons else f"there are {len(factors)} of them"
         return function(*args, **kwargs)
     a, w = factors
+    if sums is not None:
+        function = _with_sums(product, function, a, w, sums, skipped)
+    if not operands:
+        return function(*args, **kwargs)
     return _product(_Call(product, function, args, kwargs), a, w, sites)
+
+
+def _with_sums(
+    product: Product, function: Any, a: Tensor, w: Tensor, sums: Sums, skipped: dict[str, str]
+) -> Any:
+    """What computes like ``function`` with its sums rounded, or it itself."""
+    rounded = accumulated(function, sums)
+    reason = why_not(a, w) if rounded is not None else "torch adds them up itself"
+    if reason is None:
+        return rounded
+    skipped[f"sums of {product.name}"] = reason
+    return function
 
 
 class _Call:
@@ -126,6 +152,7 @@ def attention(
     enable_gqa: bool = False,
     *,
     sites: dict[str, Site],
+    sums: Sums | None,
     skipped: dict[str, str],
 ) -> Tensor:
     """F.scaled_dot_product_attention as its definition has it, its two products with formats of their own."""
@@ -133,12 +160,15 @@ def attention(
         key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
     factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     matmul = PRODUCTS[torch.matmul]
-    scores = multiply(matmul, torch.matmul, (query * factor, key.transpose(-2, -1)), {}, sites, skipped)
+    factors = query * factor, key.transpose(-2, -1)
+    scores = multiply(matmul, torch.matmul, factors, {}, sites, sums, skipped)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    weights = F.dropout(torch._safe_softmax(scores, -1), dropout_p)  # rows that are masked altogether give 0
-    return multiply(matmul, torch.matmul, (weights, value), {}, sites, skipped)
+    weights = F.dropout(
+        torch.ops.aten._safe_softmax.default(scores, -1), dropout_p
+    )  # rows that are masked altogether give 0
+    return multiply(matmul, torch.matmul, (weights, value), {}, sites, sums, skipped)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..accumulation import spec_of
 from ..autograd import key_tensor, new_tally, round_with_gradient
 from ..kernels.layout import SUMS
+from ..matmul import Accumulator
 from ..quantizer import Quantizer
 from ..random import Key
 from ..stats import Tally
@@ -70,6 +72,19 @@ class Site:
     def changes(self) -> bool:
         """Whether a new step changes it."""
         return self.key is not None or self.quantizer.scaling == "delayed"
+
+
+class Sums:
+    """How a module's matrix products are rounded as they accumulate, and their random words."""
+
+    def __init__(self, how: Accumulator, key: Key) -> None:
+        self.spec = spec_of(how)
+        self.key = key_tensor(key) if how.rounding == "stochastic" else None
+
+    def next_step(self) -> None:
+        """Draw new words from here on."""
+        if self.key is not None:
+            self.key = self.key + _STEP
 
 
 def cast_at(x: Tensor, forward: Site | None, backward: Site | None) -> Tensor:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import numba
 import numpy as np
@@ -20,9 +21,10 @@ import numpy.typing as npt
 
 from ..formats import Format
 from ..random import MASK, Key
-from . import cpu
+from . import cpu, gemm, gemm_random
 from .layout import COUNTS, SUMS
 from .rules import Plan, tally_words
+from .ways import Sums
 
 PARALLEL = 1 << 18  # elements from which a second thread pays
 GRAIN = 1 << 14  # a chunk is a multiple of this: whole blocks of random words
@@ -48,12 +50,12 @@ def threads() -> int:
     return min(limit, torch.get_num_threads()) if torch is not None else limit
 
 
-def over_chunks(n: int, work: Callable[[int, int], None], grain: int = GRAIN) -> None:
+def over_chunks(n: int, work: Callable[[int, int], None], grain: int = GRAIN, cost: int = 1) -> None:
     """Call ``work(start, stop)`` on pieces that make up ``range(n)``, in parallel if that pays.
 
-    Each piece starts at a multiple of ``grain``.
+    Each piece starts at a multiple of ``grain``. ``cost`` is that of one of the ``n``, in roundings.
     """
-    if n < PARALLEL or (workers := threads()) == 1:
+    if n * cost < PARALLEL or (workers := threads()) == 1:
         work(0, n)
         return
     step = -(-n // (workers * grain)) * grain
@@ -111,6 +113,38 @@ def sum_rows(
     drawn = np.empty(rows.shape, np.uint32)
     cpu.draw(drawn.reshape(-1), key.offset, key_words(key))
     cpu.sum_rows_stochastic(rows, sums, plan.words, drawn)
+
+
+def multiply(
+    a: npt.NDArray[Any],
+    b: npt.NDArray[Any],
+    c: npt.NDArray[Any],
+    places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    chunk: int,
+    steps: Sums,
+    key: Key | None,
+) -> None:
+    """Write a stack of matrix products to ``c``, whose elements are +0.0; see `gemm.multiply`."""
+    batches, rows, columns = c.shape
+    if key is None:
+        over_chunks(
+            batches * rows,
+            lambda start, stop: gemm.multiply(
+                a, b, c, *places, start, stop, chunk, steps.way, steps.outer_way, steps.rules, steps.rules64
+            ),
+            grain=1,
+            cost=columns * a.shape[2],
+        )
+        return
+    keys = np.stack([key_words(one) for one in (key.fold_in("product"), key, key.fold_in("chunks"))])
+    over_chunks(
+        c.size,
+        lambda start, stop: gemm_random.multiply_stochastic(
+            a, b, c, *places, start, stop, chunk, steps.random, steps.short, steps.rules64, key.offset, keys
+        ),
+        grain=cpu.BLOCK,
+        cost=a.shape[2],
+    )
 
 
 def encode_array(x: int, out: int, n: int, plan: Plan, like: np.unsignedinteger) -> None:
