@@ -36,6 +36,7 @@ def test_a_grid_has_each_part_alone_then_gradients_and_everything_by_loss_scale(
         "weights fp16 kahan",
         "activations fp16 nearest",
         "gradients fp16 nearest",
+        "accumulator fp16 nearest",
         "momentum fp16 nearest",
         "gradients fp16 nearest x8",
         "gradients fp16 nearest dynamic",
@@ -46,10 +47,13 @@ def test_a_grid_has_each_part_alone_then_gradients_and_everything_by_loss_scale(
 @pytest.mark.parametrize(
     "settings, alone",
     [
-        (Settings(), ["weights", "activations", "gradients"]),
-        (PRESETS["mlp"], ["weights", "activations", "gradients", "momentum"]),
-        (PRESETS["resnet8"], ["weights", "activations", "gradients", "momentum", "statistics"]),
-        (PRESETS["transformer"], ["weights", "activations", "gradients", "momentum"]),
+        (Settings(), ["weights", "activations", "gradients", "accumulator"]),
+        (PRESETS["mlp"], ["weights", "activations", "gradients", "accumulator", "momentum"]),
+        (
+            PRESETS["resnet8"],
+            ["weights", "activations", "gradients", "accumulator", "momentum", "statistics"],
+        ),
+        (PRESETS["transformer"], ["weights", "activations", "gradients", "accumulator", "momentum"]),
     ],
     ids=["plain SGD", "mlp", "resnet8", "transformer"],
 )
@@ -109,20 +113,20 @@ def test_a_row_tells_format_and_rounding_of_each_part_and_what_came_out():
     by_name = {s.name: s for s in grid(PRESETS["resnet8"])}
     found = row(result_of(by_name["all fp16 kahan x128"]))
     assert found["strategy"] == "all fp16 kahan x128"
-    axes = ("weights", "activations", "gradients", "momentum", "statistics")
-    assert [found[axis] for axis in axes] == ["fp16"] * 5
-    assert [found[f"{axis}_rounding"] for axis in axes] == ["kahan", *["nearest"] * 4]
+    axes = ("weights", "activations", "gradients", "accumulator", "momentum", "statistics")
+    assert [found[axis] for axis in axes] == ["fp16"] * 6
+    assert [found[f"{axis}_rounding"] for axis in axes] == ["kahan", *["nearest"] * 5]
     assert (found["loss_scale"], found["warmup"], found["step_limit"], found["seed"]) == ("128", 7, 5, 3)
     assert (found["accuracy"], found["train_loss"], found["skipped_steps"]) == (0.9, 0.5, 1)
     assert (found["updates_lost"], found["gradients_to_zero"]) == (0.25, 0.25)
     found = row(result_of(by_name["all bf16 stochastic dynamic"], updates=0, lost_updates=0))
-    assert [found[f"{axis}_rounding"] for axis in axes] == ["stochastic"] * 5
+    assert [found[f"{axis}_rounding"] for axis in axes] == ["stochastic"] * 6
     assert (found["loss_scale"], found["updates_lost"]) == ("dynamic", None)
     found = row(result_of(by_name["momentum fp16 stochastic"]))
-    assert [found[axis] for axis in axes] == ["fp32"] * 3 + ["fp16", "fp32"]
-    assert [found[f"{axis}_rounding"] for axis in axes] == [None] * 3 + ["stochastic", None]
+    assert [found[axis] for axis in axes] == ["fp32"] * 4 + ["fp16", "fp32"]
+    assert [found[f"{axis}_rounding"] for axis in axes] == [None] * 4 + ["stochastic", None]
     found = row(result_of(by_name["fp32"], updates=None, gradients=fpemu.Tally()))
-    assert [found[axis] for axis in axes] == ["fp32"] * 5 and found["loss_scale"] == "none"
+    assert [found[axis] for axis in axes] == ["fp32"] * 6 and found["loss_scale"] == "none"
     assert found["updates_lost"] is found["gradients_to_zero"] is None
 
 

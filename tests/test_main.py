@@ -387,8 +387,8 @@ def test_the_grid_writes_a_table_and_a_figure_and_says_where(tmp_path, monkeypat
     ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0
-    # FP32; weights in both roundings, three other parts; gradients scaled; everything in both, scaled or not.
-    runs = 1 + 2 + 3 + 1 + 4 + (1 + 4)
+    # FP32; weights in both roundings, four other parts; gradients scaled; everything in both, scaled or not.
+    runs = 1 + 2 + 4 + 1 + 4 + (1 + 4)
     where, low = result.stdout.splitlines()
     assert where == f"results.parquet, of {runs} runs, and grid.png are in runs[a]/."
     assert low.startswith(LOW_RATE) and f"{runs}/{runs}" in result.stderr

@@ -19,7 +19,7 @@ from .train import check_model
 
 Scale = float | Literal["dynamic"] | None
 
-AXES = ("weights", "activations", "gradients", "momentum", "statistics")
+AXES = ("weights", "activations", "gradients", "accumulator", "momentum", "statistics")
 FORMATS = ("fp16", "bf16")
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 _HOW: dict[str, dict[str, Any]] = {  # of LowPrecision
@@ -124,6 +124,7 @@ def _strategy(axis: str, axes: list[str], fmt: str, rounding: str, scale: Scale,
     named = "" if scale is None else " dynamic" if scale == "dynamic" else f" x{scale:g}"
     role = _role(fmt, rounding) if rounding == "stochastic" else fmt
     roles = {"activations": ("activation",), "gradients": ("gradient", "weight_gradient")}
+    accumulator = {"accumulate": fmt, "rounding": role["rounding"]} if isinstance(role, dict) else fmt
     kept = {"weights": "weight", "momentum": "state"}
     optimizer: dict[str, Any] = {kept[part]: fmt for part in axes if part in kept}
     if "state" in optimizer and adam and axis == "all":
@@ -131,7 +132,8 @@ def _strategy(axis: str, axes: list[str], fmt: str, rounding: str, scale: Scale,
         optimizer["state"] = {**_role(fmt, rounding), "scaling": "tensor"}
     return Strategy(
         f"{axis} {fmt} {rounding}{named}",
-        policy={name: role for part in axes if part in roles for name in roles[part]},
+        policy={name: role for part in axes if part in roles for name in roles[part]}
+        | ({"accumulate": accumulator} if "accumulator" in axes else {}),
         optimizer={**optimizer, **_HOW[rounding]} if optimizer else None,
         loss_scale=scale,
         statistics=role if "statistics" in axes else None,
@@ -196,6 +198,7 @@ def row(result: Result) -> dict[str, Any]:
         "weights": (optimizer.get("weight"), kept),
         "activations": (strategy.policy.get("activation"), None),
         "gradients": (strategy.policy.get("gradient"), None),
+        "accumulator": (strategy.policy.get("accumulate"), None),
         "momentum": (optimizer.get("state"), optimizer.get("rounding", "nearest_even")),
         "statistics": (strategy.statistics, None),
     }
@@ -228,7 +231,7 @@ def _axis(name: str, role: Any, rounding: str | None) -> dict[str, Any]:
     if role is None:
         return {name: "fp32", f"{name}_rounding": None}
     if isinstance(role, dict):
-        role, rounding = role["format"], role.get("rounding")
+        role, rounding = role.get("format") or role["accumulate"], role.get("rounding")
     return {name: role, f"{name}_rounding": (rounding or "nearest_even").replace("nearest_even", "nearest")}
 
 

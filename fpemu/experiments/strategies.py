@@ -14,11 +14,12 @@ import torch
 from ..files import read_mapping
 from ..formats import OVERFLOWS, ROUNDINGS, as_format
 from ..optim import LowPrecision
+from ..policy import Policy
 from ..quantizer import Quantizer
 from ..random import Key
 
 ROLES = ("weight", "activation", "gradient", "weight_gradient")
-_POLICY_KEYS = (*ROLES, "include", "exclude")
+_POLICY_KEYS = (*ROLES, "accumulate", "include", "exclude")
 _QUANTIZER_KEYS = ("format", "rounding", "overflow", "scaling")
 _OPTIMIZER_OPTIONS = {
     name: option
@@ -36,8 +37,10 @@ class Strategy:
     Attributes:
         name: What tables and figures call it.
         policy: Roles of ``fpemu.Policy`` (``weight``, ``activation``, ``gradient``, ``weight_gradient``,
-            ``include``, ``exclude``). A role is a format name or a mapping with ``format`` and, as in
-            ``fpemu.Quantizer``, ``rounding``, ``overflow`` and ``scaling``. Empty: nothing is rounded.
+            ``accumulate``, ``include``, ``exclude``). A role is a format name or a mapping with ``format``
+            and, as in ``fpemu.Quantizer``, ``rounding``, ``overflow`` and ``scaling``. ``accumulate`` is a
+            format name or a mapping with ``accumulate`` and other fields of ``fpemu.Accumulator``. Empty:
+            nothing is rounded.
         optimizer: Options of ``fpemu.optim.LowPrecision`` (``weight``, ``state``, ``rounding``, ``master``,
             ``kahan`` ...), formats as in roles; ``state`` may be a mapping of its names to them. ``None``:
             the plain FP32 optimizer.
@@ -68,6 +71,7 @@ class Strategy:
         for role in ROLES:
             _check_role(self.policy.get(role), f"policy.{role} of {where}")
         _check_patterns(self.policy, where)
+        _check_accumulator(self.policy.get("accumulate"), where)
         if self.optimizer is not None:
             _check_optimizer(self.optimizer, where)
         _check_loss_scale(self.loss_scale, where)
@@ -175,6 +179,15 @@ def _check_patterns(policy: Mapping[str, Any], where: str) -> None:
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"policy.{key} of {where} must be a module name pattern or a list, got {value!r}")
+
+
+def _check_accumulator(accumulate: Any, where: str) -> None:
+    if accumulate is None:
+        return
+    try:
+        Policy.from_dict({"accumulate": accumulate})
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"policy.accumulate of {where}: {error}") from None
 
 
 def _check_optimizer(optimizer: Any, where: str) -> None:

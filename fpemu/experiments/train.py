@@ -256,10 +256,10 @@ def emulation(
     model: torch.nn.Module, policy: Any, seed: int = 0, count: bool = True
 ) -> AbstractContextManager[Any]:
     """The emulation of a strategy's policy; without a role nothing is touched."""
-    options = {name: as_role(value) for name, value in policy.items() if value is not None}
+    options = {name: value for name, value in policy.items() if value is not None}
     if not options.keys() - {"include", "exclude"}:
         return nullcontext()
-    return emulate(model, Policy(**options), key=Key(seed).fold_in("emulation"), count=count)
+    return emulate(model, Policy.from_dict(options), key=Key(seed).fold_in("emulation"), count=count)
 
 
 def batches(
