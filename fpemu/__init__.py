@@ -19,6 +19,7 @@ __all__ = [
     "Tally",
     "as_format",
     "cast",
+    "comm",
     "decode",
     "dot",
     "emulate",
@@ -49,7 +50,7 @@ _LAZY = {
     "emulate": "emulation",
     "LowPrecision": "optim",
 }
-_MODULES = ("optim", "plot", "scaling", "testing", "updates")
+_MODULES = ("comm", "optim", "plot", "scaling", "testing", "updates")
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,10 @@ LAYERS = [
     ["emulation.hooks"],
     ["emulation.audit"],
     ["emulation.attach"],
+    ["comm.sums"],
+    ["comm.wire"],
+    ["comm.reduction"],
+    ["comm.hooks", "comm.ranks"],
     ["emulation", "optim", "scaling", "comm"],
     ["record"],  # L4
     ["plot"],
