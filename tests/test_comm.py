@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from same import same
+from test_ranks import torchrun
 
 from fpemu import Key, Quantizer, as_format, quantize
 from fpemu.comm import AllReduce, ReduceScatter, emulate_ranks
@@ -296,3 +297,8 @@ def test_gradients_that_do_not_fit_are_refused():
         emulate_ranks(torch.ones(2, 2, dtype=torch.int64), reduction)
     with pytest.raises(ValueError, match="leave out error_feedback"):
         ReduceScatter(AllReduce("fp16", error_feedback=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_get_the_bits_of_one(ranks):
+    torchrun("reduce.py", ranks=ranks)

@@ -10,10 +10,11 @@ import sys
 import pytest
 
 
-def torchrun(script, *arguments):
-    """Run a script of this folder on two ranks; fail with what it said."""
+def torchrun(script, *arguments, ranks=2):
+    """Run a script of this folder on some ranks; fail with what it said."""
     path = pathlib.Path(__file__).with_name(script)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher.append(f"--nproc-per-node={ranks}")
     result = subprocess.run(
         [*launcher, path, *arguments],
         capture_output=True,

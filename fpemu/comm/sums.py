@@ -20,6 +20,7 @@ from ..stats import Tally
 Contribution = Callable[[int, int, int], Tensor]  # of a rank, the elements from start to stop of its bucket
 Place = str | int  # where something is rounded: a name below, or the number of a hop
 
+PIECE = 1 << 20  # elements added at a time: what is added is still near when it is counted
 _ORDER: dict[Any, Any] = {"input": -2, "division": -1, "result": math.inf}
 
 
@@ -108,17 +109,22 @@ class Arithmetic:
         return replace(self.fmt, rounding="nearest_even", random_bits=None)(one)
 
     def add(self, total: Tensor, own: Tensor, hop: int, start: int, node: int = 0) -> Tensor:
-        """The next partial sum, rounded.
+        """The next partial sum, rounded, in place of the last.
 
         Args:
-            total: Partial sum that came by.
+            total: Partial sum that came by; the next one is written to it.
             own: What is added to it, of its shape.
             hop: Which addition in a row it is, from 1.
             start: Index of the first element in the bucket.
             node: Tells apart the additions of one hop that meet the same elements.
         """
-        total = total + own
-        return total if self.partial is None else self._round(hop, self.partial, total, start, node)
+        if self.partial is None:
+            return total.add_(own)
+        for a in range(0, total.numel(), PIECE):
+            part = slice(a, a + PIECE)
+            exact = total[part] + own[part]
+            self._round(hop, self.partial, exact, start + a, node, out=total[part])
+        return total
 
     def error(self, x: Tensor, values: Tensor) -> Tensor:
         """What a contribution misses of ``x``; zero where either is no finite number."""
@@ -135,12 +141,14 @@ class Arithmetic:
         """The finished sum over the number of ranks, if it has not been divided before."""
         return total / self.world if self.divide == "after" else total
 
-    def _round(self, place: Place, quantizer: Quantizer, x: Tensor, start: int, node: int) -> Tensor:
+    def _round(
+        self, place: Place, quantizer: Quantizer, x: Tensor, start: int, node: int, out: Tensor | None = None
+    ) -> Tensor:
         key = None
         if quantizer.stochastic:
             key = self.key.fold_in(f"{place}").fold_in(node)
             key = replace(key, offset=key.offset + start)
-        rounded = quantizer(x, key=key)
+        rounded = quantizer(x, key=key, out=out)
         self.counts.add(place, quantizer.format, x, rounded)
         return rounded
 
@@ -196,7 +204,7 @@ def ring(sums: Arithmetic, own: Contribution, bounds: list[tuple[int, int]], chu
                 hop = (rank - chunk - 1) % world
                 mine, sofar = part[a - start : b - start], total[a - first : b - first]
                 if a < b:
-                    sofar.copy_(sums.add(sofar, mine, hop, a) if hop else mine)
+                    sums.add(sofar, mine, hop, a) if hop else sofar.copy_(mine)
     return torch.empty(0) if total is None else total
 
 
