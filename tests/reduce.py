@@ -12,9 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fpemu import Key, comm, quantize
+from fpemu import Format, Key, comm, quantize
 from fpemu.scaling import LossScaler
 
+SIX_BITS = Format("six", exponent_bits=3, precision=3)
 SR = {"rounding": "stochastic", "key": Key(5, step=3)}
 OPTIONS = {
     "ring": {"fmt": "fp16"},
@@ -22,7 +23,7 @@ OPTIONS = {
     "fp32": {"fmt": "bf16", "order": "fp32", "divide": "premultiply"},
     "wire": {"fmt": "fp16", "transport": "wire"},
     "wire random": {"fmt": "e4m3fn", "transport": "wire", "accumulate": "fp16", **SR},
-    "wire packed": {"fmt": "e3m2fn", "transport": "wire", "divide": "before"},
+    "wire packed": {"fmt": SIX_BITS, "transport": "wire", "divide": "before"},
     "wire fp32": {"fmt": "bf16", "transport": "wire", "accumulate": "fp32", "order": "ring"},
 }
 
@@ -51,9 +52,9 @@ def backward(net, step, all_of_it=True):
 
 
 def gathered(x):
-    parts = x.new_empty(dist.get_world_size() * x.numel())
-    dist.all_gather_into_tensor(parts, x.contiguous())
-    return parts.view(dist.get_world_size(), -1)
+    parts = x.new_empty(dist.get_world_size(), x.numel())
+    dist.all_gather(list(parts), x.contiguous())
+    return parts
 
 
 def grads(net):
@@ -138,7 +139,7 @@ def check_infinity():
 
 
 def check_feedback():
-    """Errors belong to parameters: a resumed run, whose buckets are still of the first layout, goes on."""
+    """Errors belong to parameters, and a resumed run goes on, once its buckets are laid out as they were."""
     options = {"fmt": "e5m2", "error_feedback": True, **SR}
     nets, states = [], []
     for transport in ("emulate", "wire"):
@@ -157,10 +158,11 @@ def check_feedback():
     assert any(error.any() for error in saved["residuals"].values())
     resumed = comm.AllReduce(**options)
     net = DistributedDataParallel(model())
-    resumed.load_state_dict(saved, net)
     net.register_comm_hook(resumed, comm.hook)
-    nets[0].zero_grad()
+    backward(net, 0)
+    resumed.load_state_dict(saved, net)
     for each in (nets[0], net):
+        each.zero_grad()
         backward(each, 3)
     assert torch.equal(grads(nets[0]), grads(net))
     again = resumed.state_dict(net)["residuals"]

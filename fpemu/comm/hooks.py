@@ -48,10 +48,10 @@ def _mean(state: AllReduce, bucket: GradBucket) -> Tensor:
     if state.transport == "wire":
         return state.send(sums, own(me, 0, n), state.group, gather=True)
     mine = buffer if residual is None else buffer + residual
-    gathered = mine.new_empty(world * n)
-    dist.all_gather_into_tensor(gathered, mine, group=state.group)
+    gathered = list(mine.new_empty(world, n))
+    dist.all_gather(gathered, mine, group=state.group)
     # This rank's own stays what it is in the buffer, so that its error is kept.
-    gradients |= {rank: part for rank, part in enumerate(gathered.view(world, n)) if rank != me}
+    gradients |= {rank: part for rank, part in enumerate(gathered) if rank != me}
     return state.emulate(sums, own, n)
 
 

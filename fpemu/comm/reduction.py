@@ -91,7 +91,7 @@ class AllReduce:
             raise ValueError("then= reduces by itself: leave out order=, accumulate=, divide= and transport=")
         self.fmt = _quantizer(fmt, rounding)
         self.order, self.divide = order or "ring", divide or "after"
-        self.partial = _partial(self.fmt, self.order, accumulate, rounding)
+        self.partial = None if then else _partial(self.fmt, self.order, accumulate, rounding)
         if transport == "wire":
             _check_wire(self.order, self.fmt, self.partial)
         stochastic = self.fmt.stochastic or (self.partial is not None and self.partial.stochastic)
