@@ -112,6 +112,16 @@ def check_hook(name):
         assert whole.tolist() == theirs[place].counts.tolist(), (name, place)
 
 
+def check_few_elements():
+    """Fewer than ranks: some chunks are empty, and nothing is sent for those."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for n in range(4):
+        x = torch.randn(world, n, generator=torch.Generator().manual_seed(n))
+        sums = (sent := comm.AllReduce("e5m2", transport="wire")).arithmetic(world)
+        got = sent.send(sums, sums.contribution(x[rank], rank, 0), None, gather=True)
+        assert torch.equal(got, comm.emulate_ranks(x, comm.AllReduce("e5m2"))), n
+
+
 def check_one_rank():
     """A group of one: as without a hook."""
     mine = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -214,6 +224,7 @@ if __name__ == "__main__":
     for name in OPTIONS:
         check_hook(name)
         check_shards(name)
+    check_few_elements()
     check_one_rank()
     check_infinity()
     check_feedback()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from same import same
 from test_ranks import torchrun
+from torch import distributed as dist
 
 from fpemu import Key, Quantizer, as_format, quantize
 from fpemu.comm import AllReduce, ReduceScatter, emulate_ranks
@@ -295,6 +296,9 @@ def test_gradients_that_do_not_fit_are_refused():
             emulate_ranks(grads, reduction, world)
     with pytest.raises(TypeError, match="int64"):
         emulate_ranks(torch.ones(2, 2, dtype=torch.int64), reduction)
+    for op in (dist.ReduceOp.MAX, dist._make_nccl_premul_sum(0.5)):
+        with pytest.raises(ValueError, match="averages or sums"):
+            ReduceScatter(reduction)(torch.ones(1), torch.ones(2), None, op)
     with pytest.raises(ValueError, match="leave out error_feedback"):
         ReduceScatter(AllReduce("fp16", error_feedback=True))
 

@@ -106,8 +106,8 @@ class AllReduce:
     def tallies(self) -> dict[Place, Tally]:
         """What rounding did, by place: ``"input"``, ``"division"``, the numbers of hops from 1, ``"result"``.
 
-        On the wire they are of this rank's roundings alone; in emulation of all, and equal on all ranks.
-        Sums kept in float32 have no hops.
+        On the wire they are of this rank's roundings alone; in emulation of all, and equal on all ranks; of
+        a `ReduceScatter` those of this rank's slice. Sums kept in float32 have no hops.
         """
         return self._counts.tallies()
 
