@@ -24,6 +24,7 @@ __all__ = [
     "accumulation",
     "as_format",
     "cast",
+    "comm",
     "decode",
     "dot",
     "emulate",
@@ -61,7 +62,17 @@ _LAZY = {
     "load": "records",
     "observe": "observation",
 }
-_MODULES = ("accumulation", "export", "optim", "plot", "report", "scaling", "testing", "updates")
+_MODULES = (
+    "accumulation",
+    "comm",
+    "export",
+    "optim",
+    "plot",
+    "report",
+    "scaling",
+    "testing",
+    "updates",
+)
 
 
 def __getattr__(name: str) -> Any:

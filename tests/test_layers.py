@@ -42,6 +42,10 @@ LAYERS = [
     ["emulation.hooks"],
     ["emulation.audit"],
     ["emulation.attach"],
+    ["comm.sums"],
+    ["comm.wire"],
+    ["comm.reduction"],
+    ["comm.hooks", "comm.ranks"],
     ["emulation", "optim", "scaling", "comm"],
     ["taps", "answers"],  # L4
     ["watching"],
