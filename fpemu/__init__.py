@@ -3,6 +3,7 @@
 from typing import Any
 
 from .arithmetic import dot, is_representable, next_down, next_up, sum, ulp
+from .blocks import BlockFormat, as_block_format
 from .codes import decode, encode, pack, unpack
 from .formats import Format, as_format
 from .quantize import quantize
@@ -10,6 +11,7 @@ from .random import Key
 from .stats import Tally, tally
 
 __all__ = [
+    "BlockFormat",
     "Emulation",
     "Format",
     "Key",
@@ -17,6 +19,7 @@ __all__ = [
     "Policy",
     "Quantizer",
     "Tally",
+    "as_block_format",
     "as_format",
     "cast",
     "decode",
