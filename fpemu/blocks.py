@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from .formats import E2M1, E2M3, E3M2, E4M3FN, E5M2, E8M0FNU, Format, as_format
@@ -199,9 +199,25 @@ def any_format(spec: Any) -> Format | BlockFormat:
     return found(spec) or as_format(spec)
 
 
+def write_format(fmt: Format | BlockFormat) -> dict[str, Any]:
+    """The fields of a format in strings, numbers, lists and dicts; None, which TOML lacks, is ``"all"``."""
+    written = asdict(fmt)
+    for name in ("block", "axis"):
+        if name in written:
+            written[name] = _replaced(written[name], None, "all")
+    return written
+
+
 def read_format(written: Mapping[str, Any]) -> Format | BlockFormat:
-    """The format whose fields these are, as ``dataclasses.asdict`` gives them."""
+    """The format that `write_format` wrote."""
     if "element" not in written:
         return Format(**written)
-    parts = {name: Format(**written[name]) for name in ("element", "scale")}
+    parts: dict[str, Any] = {name: Format(**written[name]) for name in ("element", "scale")}
+    parts |= {name: _replaced(written[name], "all", None) for name in ("block", "axis")}
     return BlockFormat(**{**written, **parts})
+
+
+def _replaced(value: Any, old: Any, new: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_replaced(one, old, new) for one in value]
+    return new if value == old else value

@@ -146,7 +146,7 @@ def round_blocks(
         return Rounded(result, np.empty(0), 1.0, place)
     source, target = _in_place(x), _in_place(result)
     if source is None:
-        source = _copied(x, fmt)
+        source = _copied(x, products=not fmt.power_of_two)
     if target is None or (np.may_share_memory(source, target) and source.ctypes.data != target.ctypes.data):
         target = np.empty_like(source)
     shape = place.shape
@@ -160,6 +160,23 @@ def round_blocks(
             launch.round_array(target.ctypes.data, target.ctypes.data, target.size, steps, None)
         _write(target, result)
     return Rounded(result, scales, tensor_scale, place)
+
+
+def count_in_blocks(x: Any, rounded: Rounded, words: npt.NDArray[np.float64]) -> tuple[int, int]:
+    """How many elements became subnormals of their block, and how many round past its largest value.
+
+    Args:
+        x: What was rounded.
+        rounded: To what.
+        words: Of the element's format the smallest normal value, and last the least magnitude that overflows.
+    """
+    if not rounded.scales.size:
+        return 0, 0
+    numbers, values = (
+        rounded.layout.split(memory.reshape(rounded.layout.shape))
+        for memory in (_in_memory(x), _in_memory(rounded.values))
+    )
+    return launch.count_blocks(numbers, values, rounded.scales * rounded.tensor_scale, words[[0, -1]])
 
 
 def _round(
@@ -218,10 +235,19 @@ def _in_place(x: Any) -> npt.NDArray[Any] | None:
     return np.ctypeslib.as_array(memory).reshape(tuple(x.shape))
 
 
-def _copied(x: Any, fmt: BlockFormat) -> npt.NDArray[Any]:
-    """A new C-contiguous array of float32 or float64, whichever holds the products with scales."""
-    # A power of two times a rounded float16 is one again; other products would be rounded twice.
-    double = str(x.dtype).endswith("float64") or (x.dtype.itemsize == 2 and not fmt.power_of_two)
+def _in_memory(x: Any) -> npt.NDArray[Any]:
+    memory = _in_place(x)
+    return _copied(x) if memory is None else memory
+
+
+def _copied(x: Any, products: bool = False) -> npt.NDArray[Any]:
+    """A new C-contiguous array of float32 or float64; of float64 if float16 is to be rounded to once.
+
+    Args:
+        x: Array.
+        products: Whether elements are to become products that only float64 holds.
+    """
+    double = str(x.dtype).endswith("float64") or (x.dtype.itemsize == 2 and products)
     if isinstance(x, np.ndarray):
         return np.array(x, "f8" if double else "f4", order="C", subok=False)
     import torch

@@ -143,6 +143,17 @@ def largest_finite(x: int, n: int, like: np.floating[Any]) -> float:
     return float(max(found))
 
 
+def count_blocks(
+    x: npt.NDArray[Any],
+    q: npt.NDArray[Any],
+    scales: npt.NDArray[np.float64],
+    limits: npt.NDArray[np.float64],
+) -> tuple[int, int]:
+    """How many elements of blocks, one a row, became subnormals, and how many lie past the largest value."""
+    subnormal, over = block_loops.count_blocks(x.reshape(-1), q.reshape(-1), scales, x.shape[1], limits)
+    return int(subnormal), int(over)
+
+
 def draw(n: int, key: Key) -> npt.NDArray[np.uint32]:
     """The words of the first ``n`` elements of a call."""
     drawn, words = np.empty(n, np.uint32), key_words(key)
