@@ -3,6 +3,7 @@
 from typing import Any
 
 from .arithmetic import dot, is_representable, next_down, next_up, sum, ulp
+from .block_codes import Blocks, decode_blocks, encode_blocks
 from .blocks import BlockFormat, as_block_format
 from .codes import decode, encode, pack, unpack
 from .formats import Format, as_format
@@ -12,6 +13,7 @@ from .stats import Tally, tally
 
 __all__ = [
     "BlockFormat",
+    "Blocks",
     "Emulation",
     "Format",
     "Key",
@@ -23,9 +25,11 @@ __all__ = [
     "as_format",
     "cast",
     "decode",
+    "decode_blocks",
     "dot",
     "emulate",
     "encode",
+    "encode_blocks",
     "is_representable",
     "next_down",
     "next_up",
