@@ -78,7 +78,8 @@ def encode_blocks(
     if tensor:
         import torch
 
-        codes, scales = (torch.from_numpy(part).to(x.device) for part in (codes, scales))
+        on_device = (torch.from_numpy(part).to(x.device) for part in (scales, codes))
+        return Blocks(*on_device, rounded.tensor_scale)
     return Blocks(scales, codes, rounded.tensor_scale)
 
 

@@ -77,16 +77,23 @@ def _pairs(x, out):
 @loop
 def _largest(x, size, out, half, quarter):
     """Bits of the largest magnitude of each block, NaN above all; the last two are scratch."""
-    while size % 4 == 0 and x.size <= PIECE:
+    n = x.size
+    if size % 16 == 0 and n <= PIECE:
         # Neighbours in pairs, again and again: a form that vectorises.
-        n, size = x.size, size // 4
         _pairs(x, half[: n // 2])
         _pairs(half[: n // 2], quarter[: n // 4])
-        x = quarter[: n // 4]
-    if size % 2 == 0 and x.size <= PIECE:
-        n, size = x.size, size // 2
-        _pairs(x, half[: n // 2])
-        x = half[: n // 2]
+        _pairs(quarter[: n // 4], half[: n // 8])
+        if size % 32 == 0:
+            _pairs(half[: n // 8], quarter[: n // 16])
+            _pairs(quarter[: n // 16], half[: n // 32])
+            x, size = half, size // 32
+        else:
+            _pairs(half[: n // 8], quarter[: n // 16])
+            x, size = quarter, size // 16
+    if size == 1:
+        for block in range(out.size):
+            out[block] = U(x[block] & ABS)
+        return
     for block in range(out.size):
         largest = U(0)
         for i in range(block * size, (block + 1) * size):
