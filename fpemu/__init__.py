@@ -9,6 +9,7 @@ from .codes import decode, encode, pack, unpack
 from .formats import Format, as_format
 from .quantize import quantize
 from .random import Key
+from .rotation import hadamard
 from .stats import Tally, tally
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "emulate",
     "encode",
     "encode_blocks",
+    "hadamard",
     "is_representable",
     "next_down",
     "next_up",

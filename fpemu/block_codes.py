@@ -78,8 +78,8 @@ def encode_blocks(
     if tensor:
         import torch
 
-        on_device = (torch.from_numpy(part).to(x.device) for part in (scales, codes))
-        return Blocks(*on_device, rounded.tensor_scale)
+        on_device = [torch.from_numpy(part).to(x.device) for part in (scales, codes)]
+        return Blocks(on_device[0], on_device[1], rounded.tensor_scale)
     return Blocks(scales, codes, rounded.tensor_scale)
 
 

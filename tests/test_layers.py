@@ -25,7 +25,7 @@ LAYERS = [
     ["blockwise"],
     ["quantize"],
     ["codes", "arithmetic", "matmul", "stats"],
-    ["block_codes"],
+    ["block_codes", "rotation"],
     ["testing"],
     ["quantizer", "patterns", "shards", "updates"],  # L3
     ["policy", "autograd"],
