@@ -3,15 +3,20 @@
 from typing import Any
 
 from .arithmetic import dot, is_representable, next_down, next_up, sum, ulp
+from .block_codes import Blocks, decode_blocks, encode_blocks
+from .blocks import BlockFormat, as_block_format
 from .codes import decode, encode, pack, unpack
 from .formats import Format, as_format
 from .matmul import Accumulator, matmul
 from .quantize import quantize
 from .random import Key
+from .rotation import hadamard
 from .stats import Tally, tally
 
 __all__ = [
     "Accumulator",
+    "BlockFormat",
+    "Blocks",
     "Emulation",
     "Format",
     "Key",
@@ -22,13 +27,17 @@ __all__ = [
     "Records",
     "Tally",
     "accumulation",
+    "as_block_format",
     "as_format",
     "cast",
     "comm",
     "decode",
+    "decode_blocks",
     "dot",
     "emulate",
     "encode",
+    "encode_blocks",
+    "hadamard",
     "is_representable",
     "load",
     "matmul",

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from . import stats
 from .arrays import carrier_of
+from .blocks import BlockFormat
 from .formats import Format, as_format
 from .kernels.layout import COUNTS, SUMS
 from .kernels.rules import Plan, carried
-from .quantize import round_tensor
+from .quantize import in_blocks, round_tensor
 from .quantizer import HISTORY, Quantizer, as_quantizer, quantizer_of
 from .random import Key
 
@@ -51,7 +52,8 @@ def _round_tally(x: Tensor, spec: str, key: Tensor | None, counts: Tensor, sums:
 def _steps(spec: str, carrier: str) -> Plan | None:
     """How to round, where that does not depend on the tensor's largest value."""
     quantizer = quantizer_of(spec)
-    return quantizer.plan(carrier=as_format(carrier)) if quantizer.scaling is None else None
+    scaled = quantizer.scaling is not None or quantizer.in_blocks
+    return None if scaled else quantizer.plan(carrier=as_format(carrier))
 
 
 class _Straight(torch.autograd.Function):
@@ -110,7 +112,8 @@ def _batched(operator: Any, in_dims: Any, x: Tensor, spec: str, key: Any, *count
     else:
         x = x.movedim(in_dims[0], 0)
     keys = [key] * len(x) if key is None or in_dims[2] is None else key.movedim(in_dims[2], 0)
-    if len(x) and (quantizer_of(spec).scaling is not None or keys[0] is not key):
+    quantizer = quantizer_of(spec)
+    if len(x) and (quantizer.scaling is not None or quantizer.in_blocks or keys[0] is not key):
         return torch.stack([operator(one, spec, own, *counters) for one, own in zip(x, keys, strict=True)])
     return operator(x, spec, key, *counters)
 
@@ -118,6 +121,8 @@ def _batched(operator: Any, in_dims: Any, x: Tensor, spec: str, key: Any, *count
 def _round_scaled(
     x: Tensor, quantizer: Quantizer, key: Key | None, counts: Tensor | None, sums: Tensor | None
 ) -> Tensor:
+    if quantizer.in_blocks:
+        return _round_in_blocks(x, quantizer, key, counts, sums)
     if quantizer.scaling != "channel" or x.dim() <= max(1, quantizer.axis):
         amax = _amax(x)
         if quantizer.scaling == "delayed" and sums is not None and len(sums) > SUMS:
@@ -129,6 +134,18 @@ def _round_scaled(
         own = key and replace(key, offset=key.offset + number * channel.numel())
         rounded[number] = round_by(_amax(channel), channel, quantizer, own, counts, sums)
     return torch.empty_like(x).copy_(rounded.movedim(0, quantizer.axis))
+
+
+def _round_in_blocks(
+    x: Tensor, quantizer: Quantizer, key: Key | None, counts: Tensor | None, sums: Tensor | None
+) -> Tensor:
+    how = quantizer.rounding, quantizer.overflow, key, quantizer.few
+    rounded = in_blocks(x.detach(), quantizer.format, *how)
+    if counts is not None:
+        stats.add(counts, sums, x, rounded.values, None)
+        stats.add_in_blocks(counts, x, rounded, quantizer.format)
+    values: Tensor = rounded.values
+    return values
 
 
 def _amax(x: Tensor) -> float:
@@ -282,8 +299,8 @@ def _seen() -> bool:
 
 def cast(
     x: Tensor,
-    forward: str | Format | Quantizer | None = None,
-    backward: str | Format | Quantizer | None = None,
+    forward: str | Format | BlockFormat | Quantizer | None = None,
+    backward: str | Format | BlockFormat | Quantizer | None = None,
     *,
     key: Key | None = None,
 ) -> Tensor:
@@ -293,7 +310,7 @@ def cast(
 
     Args:
         x: Tensor of float32, float64, float16 or bfloat16, any shape; integer and bool ones pass unchanged.
-        forward: Format of the value, or a Quantizer; None leaves it alone.
+        forward: Format or BlockFormat of the value, or a Quantizer; None leaves it alone.
         backward: The same for the gradient.
         key: Random words of stochastic rounding; the gradient draws from ``key.fold_in("backward")``.
 
@@ -328,13 +345,13 @@ def cast(
 
 
 @torch.compiler.assume_constant_result
-def _spec(role: str | Format | Quantizer | None) -> str | None:
+def _spec(role: str | Format | BlockFormat | Quantizer | None) -> str | None:
     """What the operators take for a role; a constant for torch.compile, which cannot follow its making."""
     return _cached_spec(role)
 
 
 @lru_cache(maxsize=1024)
-def _cached_spec(role: str | Format | Quantizer | None) -> str | None:
+def _cached_spec(role: str | Format | BlockFormat | Quantizer | None) -> str | None:
     quantizer = as_quantizer(role)
     if quantizer is not None and quantizer.scaling == "delayed":
         raise ValueError("scaling='delayed' needs the steps of an emulated model; cast has no memory")

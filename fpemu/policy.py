@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from .accumulation import as_accumulator
+from .blocks import BlockFormat, any_format, read_format, write_format
 from .files import read_mapping, write_mapping
-from .formats import Format, as_format
+from .formats import Format
 from .matmul import Accumulator
 from .patterns import Pattern, as_patterns, check_pattern, matching, modules_of, read_pattern, written_pattern
 from .quantizer import Quantizer, as_quantizer
@@ -47,7 +48,9 @@ class Policy:
         except_ops: Names of operations that ``every_op`` leaves alone, or fnmatch patterns of them:
             ``"aten.native_layer_norm*"``.
 
-    Each role is a format name, a Format, a Quantizer, or None: leave alone. A pattern is a module's name, or
+    Each role is the name of a format or a block format, a Format, a BlockFormat, a Quantizer, or None: leave
+    alone. Blocks run along the format's own dimension, the last, but in the factors of products, where they
+    run along the one that the product sums over. A pattern is a module's name, or
     an fnmatch pattern of names, as in ``named_modules``; a module type; a function of name and module that
     tells whether they match; or ``":first"`` or ``":last"``, the first or last module in order of definition
     that has a parameter of two dimensions or more. It holds for all that is in a module that matches.
@@ -220,7 +223,7 @@ def _read_accumulator(written: Mapping[str, Any]) -> Accumulator:
 
 
 def _written_format(fmt: Format) -> Any:
-    return fmt.name if _is_named(fmt) else asdict(fmt)
+    return fmt.name if _is_named(fmt) else write_format(fmt)
 
 
 def _written_quantizer(quantizer: Quantizer) -> Any:
@@ -233,16 +236,16 @@ def _written_quantizer(quantizer: Quantizer) -> Any:
     return {"format": named} | {k: v for k, v in options.items() if v != getattr(plain, k)}
 
 
-def _is_named(fmt: Format) -> bool:
+def _is_named(fmt: Format | BlockFormat) -> bool:
     try:
-        return as_format(fmt.name) == fmt
+        return any_format(fmt.name) == fmt
     except ValueError:
         return False
 
 
-def _read_quantizer(written: Mapping[str, Any]) -> Quantizer | Format:
+def _read_quantizer(written: Mapping[str, Any]) -> Quantizer | Format | BlockFormat:
     if "format" not in written:
-        return Format(**written)
+        return read_format(written)
     fmt = written["format"]
     options = {name: value for name, value in written.items() if name != "format"}
-    return Quantizer(Format(**fmt) if isinstance(fmt, Mapping) else fmt, **options)
+    return Quantizer(read_format(fmt) if isinstance(fmt, Mapping) else fmt, **options)

@@ -9,19 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import as_array, carrier_of, is_tensor
+from .blocks import BlockFormat, found
+from .blockwise import Rounded, round_blocks
 from .formats import BINARY32, BINARY64, OVERFLOWS, ROUNDINGS, Format, as_format
 from .kernels import launch
+from .kernels.block_rules import block_plan
 from .kernels.rules import Plan, carried, plan
 from .random import Key
 
 Array = TypeVar("Array")
 VARIANTS = ("A", "B", "C")
+READ_ONLY = "out is read-only; give an array that can be written to"
 MOST_BITS = 30  # of a word, so that a tie still shows in the bits below
 
 
 def quantize(
     x: Array,
-    fmt: str | Format,
+    fmt: str | Format | BlockFormat,
     rounding: str = "nearest_even",
     *,
     overflow: str = "ieee",
@@ -29,6 +33,7 @@ def quantize(
     random_bits: int | None = None,
     variant: str = "C",
     flush_subnormals: bool = False,
+    axis: int | tuple[int, ...] | None = None,
     out: Array | None = None,
 ) -> Array:
     """``x`` with every element rounded to a value of ``fmt``, once, still stored as ``x`` is.
@@ -37,13 +42,15 @@ def quantize(
         x: numpy array or scalar or torch tensor, on the CPU or a CUDA device, of float32, float64, float16 or
             bfloat16, any shape and strides; or another library's array with ``__cuda_array_interface__``.
         fmt: Target format, or its name; one whose values ``x``'s dtype holds, or that holds all of the
-            dtype's.
+            dtype's. Or a BlockFormat, or its name, ``"mxfp8"``: elements are then rounded in units of their
+            block's scale, and a product that the dtype does not hold is rounded to it.
         rounding: ``"nearest_even"`` (IEEE 754 roundTiesToEven), ``"nearest_away"``, ``"toward_zero"``,
             ``"toward_positive"``, ``"toward_negative"``, ``"to_odd"``, or ``"stochastic"``: up with
             probability equal to the fraction dropped, to 32 bits.
         overflow: ``"ieee"``: what the mode and the format say, infinity, or NaN where there is none, or the
             largest finite value where there is neither. ``"saturate"``: the largest finite value, for
-            infinities too. ``"propagate"``: finite values saturate, infinities stay.
+            infinities too. ``"propagate"``: finite values saturate, infinities stay. In a block format
+            ``"ieee"`` is ``"propagate"``.
         key: Which random words ``"stochastic"`` draws. Element ``i``, counted row by row, draws word
             ``key.offset + i``, whatever the strides.
         random_bits: How many bits of its word an element draws, 1 to 30; None: all 32.
@@ -51,6 +58,7 @@ def quantize(
             ``"B"`` to nearest with ties up, ``"C"`` to nearest with ties to even (StochasticA, B, C of IEEE
             P3109).
         flush_subnormals: Take elements below ``fmt.smallest_normal`` in magnitude for zero.
+        axis: With a block format, the dimension along which blocks run, or several; None: the format's own.
         out: Array of ``x``'s kind, dtype and shape to write to; may be ``x`` itself.
 
     Returns:
@@ -60,7 +68,8 @@ def quantize(
     Raises:
         TypeError: ``x`` or ``out`` is not such an array.
         ValueError: unknown format, rounding, overflow or variant; ``"stochastic"`` without ``key`` or
-            another mode with one; ``out`` of another shape; a format that the dtype cannot hold.
+            another mode with one; ``out`` of another shape; a format that the dtype cannot hold; an
+            ``axis`` that ``x`` does not have, or without a block format.
 
     Example:
         >>> import numpy as np
@@ -75,6 +84,14 @@ def quantize(
         (True, [1.0, 1.0, 1.0, 1.0])
     """
     array, target = as_array(x), as_array(out)
+    blocks = found(fmt)
+    if blocks is not None:
+        carrier_of(array)
+        few = random_bits, variant, flush_subnormals
+        values = in_blocks(array, blocks, rounding, overflow, key, few, axis, target).values
+        return values if array is x or out is not None or is_tensor(array) else values[()]
+    if axis is not None:
+        raise ValueError(f"axis= is read by block formats only, got axis={axis!r} with {fmt}")
     steps = planned(fmt, rounding, overflow, carrier_of(array), random_bits, variant, flush_subnormals)
     check_key(rounding, key)
     if is_tensor(array):
@@ -82,6 +99,35 @@ def quantize(
         return tensor if out is None else out
     result: Any = _quantize_numpy(array, steps, key, target)
     return result if array is x or out is not None else result[()]
+
+
+def in_blocks(
+    x: Any,
+    fmt: BlockFormat,
+    rounding: str = "nearest_even",
+    overflow: str = "ieee",
+    key: Key | None = None,
+    few: tuple[int | None, str, bool] = (None, "C", False),
+    axis: Any = None,
+    out: Any = None,
+    coded: bool = False,
+) -> Rounded:
+    """`quantize` to a block format of an array whose carrier was checked, with the scales that came of it."""
+    planned(fmt.element, rounding, overflow, BINARY64, *few)
+    check_key(rounding, key)
+    if axis is not None:
+        several = axis if isinstance(axis, tuple) else (axis,)
+        if any(not isinstance(one, int) or not -x.ndim <= one < x.ndim for one in several):
+            raise ValueError(f"axis must be of the {x.ndim} dimensions of x, got {axis!r}")
+        fmt = fmt.along(axis)
+    if out is not None:
+        _check_out(x, out, np.ndarray if isinstance(x, np.ndarray) else _tensor_type())
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise ValueError(READ_ONLY)
+    rounded = round_blocks(x, fmt, block_plan(fmt, rounding, overflow, *few), key, out, coded)
+    if out is not None and is_tensor(out):
+        _written(out)
+    return rounded
 
 
 @lru_cache(maxsize=1024)
@@ -154,7 +200,7 @@ def _quantize_numpy(
     elif out is not x:
         _check_out(x, out, np.ndarray)
     if not out.flags.writeable:
-        raise ValueError("out is read-only; give an array that can be written to")
+        raise ValueError(READ_ONLY)
     dense = x.flags.c_contiguous and out.flags.c_contiguous
     if not dense and key is None:
         # Any one order does for a mode without random words, as long as both arrays have it.
@@ -187,8 +233,21 @@ def _quantize_torch(x: Any, steps: Plan, key: Key | None, out: Any) -> Any:
         _check_out(x, out, torch.Tensor)
     result = round_tensor(x, steps, key, out)
     if out is not None:
-        torch.autograd.graph.increment_version(out)  # the loops write where autograd does not see it
+        _written(out)
     return result
+
+
+def _tensor_type() -> type:
+    import torch
+
+    return torch.Tensor
+
+
+def _written(out: Any) -> None:
+    """Tell autograd of what the loops wrote where it does not see it."""
+    import torch
+
+    torch.autograd.graph.increment_version(out)
 
 
 def _overlap(a: Any, b: Any) -> bool:

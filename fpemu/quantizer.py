@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
-from .formats import BINARY32, Format, as_format
+from .blocks import BlockFormat, any_format, read_format, write_format
+from .formats import BINARY32, Format
 from .kernels.rules import Plan
 from .quantize import planned, quantize
 from .random import Key
@@ -20,7 +22,7 @@ class Quantizer:
     """A format and how to round to it.
 
     Attributes:
-        format: A Format, or a name that ``as_format`` takes.
+        format: A Format or a BlockFormat, or a name that ``as_format`` or ``as_block_format`` takes.
         rounding: As for ``quantize``.
         overflow: As for ``quantize``, like ``random_bits``, ``variant`` and ``flush_subnormals``.
         scaling: None, or ``"tensor"``: each tensor is rounded as if scaled by the largest power of two that
@@ -38,7 +40,7 @@ class Quantizer:
         57344.0
     """
 
-    format: Format
+    format: Any
     rounding: str = "nearest_even"
     overflow: str = "ieee"
     scaling: str | None = None
@@ -49,7 +51,7 @@ class Quantizer:
 
     def __init__(
         self,
-        format: str | Format,
+        format: str | Format | BlockFormat,
         rounding: str = "nearest_even",
         overflow: str = "ieee",
         scaling: str | None = None,
@@ -62,8 +64,14 @@ class Quantizer:
             raise ValueError(f"unknown scaling {scaling!r}; choose from {', '.join(map(repr, SCALINGS))}")
         if not isinstance(axis, int) or axis < 0 or (axis and scaling != "channel"):
             raise ValueError(f"axis must be 0 or, with scaling='channel', more, got {axis!r}")
+        fmt = any_format(format)
+        if isinstance(fmt, BlockFormat) and scaling is not None:
+            raise ValueError(
+                f"{fmt.name} has scales of its own; leave out scaling={scaling!r}, and say along which "
+                "dimension its blocks run by as_block_format(name, axis=)"
+            )
         for name, value in (
-            ("format", as_format(format)),
+            ("format", fmt),
             ("rounding", rounding),
             ("overflow", overflow),
             ("scaling", scaling),
@@ -100,9 +108,23 @@ class Quantizer:
         )
 
     def plan(self, fmt: Format | None = None, carrier: Format = BINARY32) -> Plan:
-        """How the kernels carry it out, in another format if one is given."""
-        few = self.random_bits, self.variant, self.flush_subnormals
-        return planned(fmt or self.format, self.rounding, self.overflow, carrier, *few)
+        """How the kernels carry it out, in another format if one is given; of blocks, their elements'."""
+        own = self.format.element if isinstance(self.format, BlockFormat) else self.format
+        return planned(fmt or own, self.rounding, self.overflow, carrier, *self.few)
+
+    @property
+    def few(self) -> tuple[int | None, str, bool]:
+        """random_bits, variant and flush_subnormals."""
+        return self.random_bits, self.variant, self.flush_subnormals
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether its format has blocks."""
+        return isinstance(self.format, BlockFormat)
+
+    def along(self, axis: int) -> Quantizer:
+        """The same with its format's blocks along another dimension; without blocks, itself."""
+        return _along(self, axis) if self.in_blocks else self
 
     @property
     def stochastic(self) -> bool:
@@ -113,7 +135,19 @@ class Quantizer:
 
     def _spec(self) -> str:
         f = self.format
-        shape = (f.exponent_bits, f.precision, f.bias, f.specials, int(f.subnormal), int(f.signed), f.name)
+        shape: tuple[Any, ...]
+        if isinstance(f, BlockFormat):
+            shape = (json.dumps(write_format(f)),)
+        else:
+            shape = (
+                f.exponent_bits,
+                f.precision,
+                f.bias,
+                f.specials,
+                int(f.subnormal),
+                int(f.signed),
+                f.name,
+            )
         few = (self.random_bits or "", self.variant, int(self.flush_subnormals), self.axis)
         return "|".join(map(str, (self.rounding, self.overflow, self.scaling or "", *few, *shape)))
 
@@ -121,9 +155,16 @@ class Quantizer:
 @cache
 def quantizer_of(spec: str) -> Quantizer:
     """The Quantizer whose ``spec`` this is."""
-    rounding, overflow, scaling, random_bits, variant, flush, axis, *shape = spec.split("|", 13)
-    exponent_bits, precision, bias, specials, subnormal, signed, name = shape
-    fmt = Format(
+    rounding, overflow, scaling, random_bits, variant, flush, axis, shape = spec.split("|", 7)
+    few = int(random_bits) if random_bits else None, variant, flush == "1", int(axis)
+    return Quantizer(_format_of(shape), rounding, overflow, scaling or None, *few)
+
+
+def _format_of(shape: str) -> Format | BlockFormat:
+    if shape.startswith("{"):
+        return read_format(json.loads(shape))
+    exponent_bits, precision, bias, specials, subnormal, signed, name = shape.split("|", 6)
+    return Format(
         name,
         int(exponent_bits),
         int(precision),
@@ -132,11 +173,18 @@ def quantizer_of(spec: str) -> Quantizer:
         subnormal == "1",
         signed == "1",
     )
-    few = int(random_bits) if random_bits else None, variant, flush == "1", int(axis)
-    return Quantizer(fmt, rounding, overflow, scaling or None, *few)
 
 
-def as_quantizer(role: str | Format | Quantizer | None) -> Quantizer | None:
+@cache
+def _along(quantizer: Quantizer, axis: int) -> Quantizer:
+    return (
+        quantizer
+        if quantizer.format.axis == axis
+        else replace(quantizer, format=quantizer.format.along(axis))
+    )
+
+
+def as_quantizer(role: str | Format | BlockFormat | Quantizer | None) -> Quantizer | None:
     """A role's value as a Quantizer; None stays None, which leaves the role alone.
 
     Raises:

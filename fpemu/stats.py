@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .arrays import as_array, carrier_of, is_tensor
+from .blocks import BlockFormat, found
+from .blockwise import Rounded, count_in_blocks
 from .formats import BINARY32, BINARY64, Format, as_format
 from .kernels import launch
-from .kernels.layout import AMAX, BINS, COUNTS, ERRORS, FIELDS, HISTOGRAM, LOWEST, POWERS, SQUARES, SUMS
-from .quantize import quantize
+from .kernels.layout import (
+    AMAX,
+    BINS,
+    COUNTS,
+    ERRORS,
+    FIELDS,
+    HISTOGRAM,
+    LOWEST,
+    OVER,
+    POWERS,
+    SQUARES,
+    SUBNORMAL,
+    SUMS,
+)
+from .kernels.rules import tally_words
+from .quantize import in_blocks, quantize
 
 # Rounding modes that treat both signs alike and draw nothing: what they lose, a histogram tells.
 SYMMETRIC = ("nearest_even", "nearest_away", "toward_zero", "to_odd")
@@ -77,7 +93,7 @@ class Tally:
 
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(COUNTS, np.int64))
     sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(SUMS))
-    fmt: Format | None = None
+    fmt: Format | BlockFormat | None = None
 
     def __add__(self, other: Tally) -> Tally:
         if not isinstance(other, Tally):
@@ -303,13 +319,18 @@ class Tally:
 
 
 def tally(
-    x: Any, fmt: str | Format | None = None, rounding: str = "nearest_even", *, overflow: str = "ieee"
+    x: Any,
+    fmt: str | Format | BlockFormat | None = None,
+    rounding: str = "nearest_even",
+    *,
+    overflow: str = "ieee",
 ) -> Tally:
     """What ``x`` holds and, with a format, what rounding to it does.
 
     Args:
         x: Array as for ``quantize``; nothing is written to it.
-        fmt: Format to round to, or its name; None for the counts of ``x`` alone.
+        fmt: Format or BlockFormat to round to, or its name; None for the counts of ``x`` alone. In blocks,
+            subnormal and overflow are by the scale of an element's block.
         rounding: As for ``quantize``; any but ``"stochastic"``.
         overflow: As for ``quantize``.
 
@@ -327,9 +348,11 @@ def tally(
         >>> t.lost("fp16"), t.lost("fp16", scale=2)
         (0.25, 0.0)
     """
-    fmt = None if fmt is None else as_format(fmt)
     x = as_array(x)
     carrier_of(x)
+    if (blocks := found(fmt)) is not None:
+        return _tally_blocks(x, blocks, rounding, overflow)
+    fmt = None if fmt is None else as_format(fmt)
     rounded = x if fmt is None else quantize(x, fmt, rounding, overflow=overflow)
     if not is_tensor(x) or not x.is_cuda:
         result = Tally(fmt=fmt)
@@ -341,6 +364,24 @@ def tally(
     sums = torch.zeros(SUMS, dtype=torch.float64, device=x.device)
     add(counts, sums, x, rounded, fmt)
     return Tally(counts.cpu().numpy(), sums.cpu().numpy(), fmt)
+
+
+def _tally_blocks(x: Any, fmt: BlockFormat, rounding: str, overflow: str) -> Tally:
+    rounded = in_blocks(x, fmt, rounding, overflow)
+    result = Tally(fmt=fmt)
+    if is_tensor(x):
+        x, rounded = x.detach().cpu(), replace(rounded, values=rounded.values.cpu())
+    add(result.counts, result.sums, x, rounded.values, None)
+    add_in_blocks(result.counts, x, rounded, fmt)
+    return result
+
+
+def add_in_blocks(counts: Any, x: Any, rounded: Rounded, fmt: BlockFormat) -> None:
+    """Add how many elements became subnormals of their block's scale, and how many saturated."""
+    words = tally_words(fmt.element, BINARY64).view(np.float64)
+    subnormal, over = count_in_blocks(x, rounded, words)
+    counts[SUBNORMAL] += subnormal
+    counts[OVER] += over
 
 
 def add(counts: Any, sums: Any, x: Any, rounded: Any, fmt: Format | None) -> None:

@@ -16,15 +16,18 @@ PACKAGE = pathlib.Path(fpemu.__file__).parent
 # Lowest first. A layer of several rows stands in the order in which its modules use each other.
 LAYERS = [
     ["columns", "files", "formats", "random", "kernels.layout"],  # L0
-    ["reference", "kernels.scalar"],  # L1
-    ["kernels.rules", "kernels.cpu", "kernels.cuda", "kernels.sums"],
+    ["reference", "blocks", "kernels.scalar"],  # L1
+    ["kernels.rules", "kernels.scales", "kernels.cpu", "kernels.cuda", "kernels.sums"],
     ["kernels.gemm"],
     ["kernels.gemm_random", "kernels.ways"],
+    ["kernels.blocks", "kernels.block_rules"],
     ["kernels.launch", "kernels.device"],
     ["kernels"],
     ["arrays"],  # L2
+    ["blockwise"],
     ["quantize"],
-    ["codes", "arithmetic", "blocks", "matmul", "stats"],
+    ["codes", "arithmetic", "matmul", "stats"],
+    ["block_codes", "rotation"],
     ["testing.report", "testing.inputs", "testing.calls"],
     ["testing.exact"],
     ["testing.randomness", "testing.strategies"],

@@ -1,7 +1,8 @@
 """Products with a format for each factor in each of the three products of training.
 
 Forward a layer computes ``y = a w``; backward, from the gradient ``g`` of ``y``, it computes ``g w`` for the
-gradient of ``a`` (dgrad) and ``g a`` for that of ``w`` (wgrad). Each of the six factors has a role.
+gradient of ``a`` (dgrad) and ``g a`` for that of ``w`` (wgrad). Each of the six factors has a role. Blocks of
+a block format run along the dimension that the product sums over.
 """
 
 from __future__ import annotations
@@ -93,10 +94,11 @@ def _detached(x: Any) -> Any:
 
 
 def _product(call: _Call, a: Tensor, w: Tensor, sites: dict[str, Site]) -> Any:
-    forward = cast_at(a, sites.get("forward_a"), None), cast_at(w, sites.get("forward_w"), None)
-    if _same(sites, "forward_a", "wgrad_a") and _same(sites, "forward_w", "dgrad_w"):
-        if _same(sites, "dgrad_g", "wgrad_g") and not ("dgrad_g" in sites and call.has_rest(a, w)):
-            return _gradient_cast(call(*forward), sites.get("dgrad_g"))
+    axes = contracted(call.product.name, a.dim(), w.dim())
+    forward = _factor(a, "forward_a", sites, axes), _factor(w, "forward_w", sites, axes)
+    if _same(sites, axes, "forward_a", "wgrad_a") and _same(sites, axes, "forward_w", "dgrad_w"):
+        if _same(sites, axes, "dgrad_g", "wgrad_g") and not ("dgrad_g" in sites and call.has_rest(a, w)):
+            return _gradient_cast(call(*forward), "dgrad_g", sites, axes)
     # The value comes from one product, and the gradient of each factor is that of a product of its own.
     value = call(*(x.detach() for x in forward))
     if not torch.is_grad_enabled():
@@ -104,22 +106,66 @@ def _product(call: _Call, a: Tensor, w: Tensor, sites: dict[str, Site]) -> Any:
     branches = [value]
     rest = call.without_rest()
     if a.requires_grad:
-        fixed = cast_at(w.detach(), sites.get("dgrad_w"), None)
-        branches.append(_gradient_cast(rest(a, fixed), sites.get("dgrad_g")))
+        fixed = _factor(w.detach(), "dgrad_w", sites, axes)
+        branches.append(_gradient_cast(rest(a, fixed), "dgrad_g", sites, axes))
     if w.requires_grad:
-        fixed = cast_at(a.detach(), sites.get("wgrad_a"), None)
-        branches.append(_gradient_cast(rest(fixed, w), sites.get("wgrad_g")))
+        fixed = _factor(a.detach(), "wgrad_a", sites, axes)
+        branches.append(_gradient_cast(rest(fixed, w), "wgrad_g", sites, axes))
     return _First.apply(*branches)
 
 
-def _gradient_cast(y: Tensor, site: Site | None) -> Tensor:
-    return cast_at(y, None, site) if unsuitable(y) is None else y  # autocast makes half of it
+# Along which dimension blocks run: the one, or the first of those, that the product sums over. ROWS: all but
+# the last, as one.
+ROWS = "rows"
+Axes = dict[str, Any]
 
 
-def _same(sites: dict[str, Site], *roles: str) -> bool:
+def _axes(forward_a: Any, forward_w: Any, dgrad_g: Any, dgrad_w: Any, wgrad_g: Any, wgrad_a: Any) -> Axes:
+    return dict(zip(OPERANDS, (forward_a, forward_w, dgrad_g, dgrad_w, wgrad_g, wgrad_a), strict=True))
+
+
+def contracted(product: str, dim_a: int, dim_w: int) -> Axes:
+    """By role, along which dimension the blocks of a factor run; empty where formats decide themselves."""
+    if product in ("linear", "inner"):  # y[..., o] = a[..., i] w[o, i]
+        return _axes(-1, -1, -1, 0, ROWS, ROWS)
+    if product.startswith("conv"):  # a[n, i, ...], w[o, i, ...], transposed w[i, o, ...]: channels, batch
+        i, o = (0, 1) if "transpose" in product else (1, 0)
+        batch = 0 if dim_a == dim_w else -1
+        return _axes(1 - dim_w, i, 1 - dim_w, o, batch, batch)
+    if product in ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "dot"):
+        if dim_a < 2 or dim_w < 2:  # vectors have one dimension only
+            return _axes(-1, max(-2, -dim_w), -1, -1, -1, max(-2, -dim_a))
+        rows = ROWS if dim_w == 2 else -2  # one matrix for all rows of a, or one each
+        return _axes(-1, -2, -1, -1, rows, rows)
+    return {}
+
+
+def _factor(x: Tensor, role: str, sites: dict[str, Site], axes: Axes) -> Tensor:
+    """A factor rounded for the product of its role."""
+    return _along(x, sites.get(role), None, axes.get(role))
+
+
+def _gradient_cast(y: Tensor, role: str, sites: dict[str, Site], axes: Axes) -> Tensor:
+    if unsuitable(y) is not None:  # autocast makes half of it
+        return y
+    return _along(y, None, sites.get(role), axes.get(role))
+
+
+def _along(x: Tensor, forward: Site | None, backward: Site | None, axis: Any) -> Tensor:
+    site = forward or backward
+    if site is None or not site.quantizer.in_blocks:
+        return cast_at(x, forward, backward)
+    if axis == ROWS:
+        return cast_at(x.reshape(-1, x.shape[-1]), forward, backward, 0).reshape(x.shape)
+    return cast_at(x, forward, backward, axis)
+
+
+def _same(sites: dict[str, Site], axes: Axes, *roles: str) -> bool:
     first, second = (sites.get(role) for role in roles)
     if first is None or second is None:
         return first is second
+    if first.quantizer.in_blocks and axes.get(roles[0]) != axes.get(roles[1]):
+        return False
     return first.quantizer == second.quantizer
 
 

@@ -30,13 +30,17 @@ class Site:
         self.sum_key = key_tensor(key.fold_in("sum")) if stochastic else None
         self.counts, self.sums = new_tally(quantizer)
 
-    def inputs(self, device: torch.device) -> Inputs:
-        """What the operator takes for a tensor on that device; counting goes on there, without waiting."""
+    def inputs(self, device: torch.device, axis: int | None = None) -> Inputs:
+        """What the operator takes for a tensor on that device; counting goes on there, without waiting.
+
+        ``axis``: along which blocks run; None: as the format has it.
+        """
+        spec = self.quantizer.spec if axis is None else self.quantizer.along(axis).spec
         if not self.counts_on:
-            return self.quantizer.spec, self.key, None, None
+            return spec, self.key, None, None
         if self.counts.device != device:
             self.counts, self.sums = self.counts.to(device), self.sums.to(device)
-        return self.quantizer.spec, self.key, self.counts, self.sums
+        return spec, self.key, self.counts, self.sums
 
     def next_step(self) -> None:
         """Draw new words from here on; what is already in a graph keeps its key. Note a step's amax."""
@@ -87,10 +91,13 @@ class Sums:
             self.key = self.key + _STEP
 
 
-def cast_at(x: Tensor, forward: Site | None, backward: Site | None) -> Tensor:
-    """``x`` rounded at one site, and its gradient at another; None leaves that direction alone."""
+def cast_at(x: Tensor, forward: Site | None, backward: Site | None, axis: int | None = None) -> Tensor:
+    """``x`` rounded at one site, and its gradient at another; None leaves that direction alone.
+
+    ``axis``: along which the blocks of a block format run; None: as the format has it.
+    """
     if forward is None and backward is None:
         return x
-    directions = (NOTHING if site is None else site.inputs(x.device) for site in (forward, backward))
+    directions = (NOTHING if site is None else site.inputs(x.device, axis) for site in (forward, backward))
     value, gradient = directions
     return round_with_gradient(x, *value, *gradient)

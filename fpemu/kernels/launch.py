@@ -21,7 +21,9 @@ import numpy.typing as npt
 
 from ..formats import Format
 from ..random import MASK, Key
+from . import blocks as block_loops
 from . import cpu, gemm, gemm_random
+from .block_rules import BlockPlan
 from .layout import COUNTS, SUMS
 from .rules import Plan, tally_words
 from .ways import Sums
@@ -99,6 +101,67 @@ def round_array(x: int, out: int, n: int, plan: Plan, key: Key | None) -> None:
     )
 
 
+def round_blocks(
+    x: int,
+    out: int,
+    drawn: npt.NDArray[np.uint32],
+    scales: npt.NDArray[np.float64],
+    size: int,
+    plan: BlockPlan,
+    tensor_scale: float,
+    coded: bool,
+    like: np.floating[Any],
+) -> None:
+    """Round blocks of ``size`` numbers of ``like``'s dtype at address ``x`` to address ``out``.
+
+    Args:
+        drawn: A random word for each number, or none.
+        scales: Gets the scale of each block, without ``tensor_scale``.
+        coded: Write numbers in units of their block's scale.
+    """
+
+    def work(start: int, stop: int) -> None:
+        here = slice(start // size, stop // size)
+        at, to = x + like.itemsize * start, out + like.itemsize * start
+        words = drawn[start:stop]
+        if plan.short is not None and not coded and like.itemsize == 4:
+            block_loops.short_loop(at, to, words, scales[here], size, plan.words, plan.short)
+        else:
+            block_loops.blocks_loop(at, to, words, scales[here], size, plan.words, tensor_scale, coded, like)
+
+    over_chunks(scales.size * size, work, size * -(-GRAIN // size))
+
+
+def largest_finite(x: int, n: int, like: np.floating[Any]) -> float:
+    """The largest finite magnitude of ``n`` numbers of ``like``'s dtype at address ``x``; 0.0 without one."""
+    found = []
+    over_chunks(
+        n,
+        lambda start, stop: found.append(
+            block_loops.largest_finite(x + like.itemsize * start, stop - start, like)
+        ),
+    )
+    return float(max(found))
+
+
+def count_blocks(
+    x: npt.NDArray[Any],
+    q: npt.NDArray[Any],
+    scales: npt.NDArray[np.float64],
+    limits: npt.NDArray[np.float64],
+) -> tuple[int, int]:
+    """How many elements of blocks, one a row, became subnormals, and how many lie past the largest value."""
+    subnormal, over = block_loops.count_blocks(x.reshape(-1), q.reshape(-1), scales, x.shape[1], limits)
+    return int(subnormal), int(over)
+
+
+def draw(n: int, key: Key) -> npt.NDArray[np.uint32]:
+    """The words of the first ``n`` elements of a call."""
+    drawn, words = np.empty(n, np.uint32), key_words(key)
+    over_chunks(n, lambda start, stop: cpu.draw(drawn[start:stop], key.offset + start, words))
+    return drawn
+
+
 def sum_rows(
     rows: npt.NDArray[np.float64],
     sums: npt.NDArray[np.float64],
@@ -110,9 +173,7 @@ def sum_rows(
     if key is None:
         cpu.sum_rows(rows, sums, plan.words, compensated)
         return
-    drawn = np.empty(rows.shape, np.uint32)
-    cpu.draw(drawn.reshape(-1), key.offset, key_words(key))
-    cpu.sum_rows_stochastic(rows, sums, plan.words, drawn)
+    cpu.sum_rows_stochastic(rows, sums, plan.words, draw(rows.size, key).reshape(rows.shape))
 
 
 def multiply(
