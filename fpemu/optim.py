@@ -363,6 +363,11 @@ class _GradientHook:
 
 def _quantizer(fmt: Role, rounding: str, scalings: tuple[str | None, ...] = (None,)) -> Quantizer | None:
     quantizer = fmt if fmt is None or isinstance(fmt, Quantizer) else Quantizer(fmt, rounding)
+    if quantizer is not None and not isinstance(quantizer.format, Format):
+        raise ValueError(
+            f"LowPrecision keeps single numbers, got the block format {quantizer.format}; give the format of "
+            "its elements, for state in a Quantizer with scaling='tensor'"
+        )
     if quantizer is not None and quantizer.scaling not in scalings:
         raise ValueError(
             "LowPrecision keeps weights and gradients unscaled, and state so or with scaling='tensor'; got "

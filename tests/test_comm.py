@@ -269,6 +269,7 @@ def test_bytes_are_those_of_codes_without_gaps(order, fmt, accumulate, bytes_of_
         ({"transport": "mail"}, "unknown transport"),
         ({"rounding": "up"}, "unknown rounding"),
         ({"fmt": "e8m0"}, "signed format"),
+        ({"fmt": "mxfp8"}, "signed format without scaling or blocks"),
         ({"fmt": Quantizer("fp16", scaling="tensor")}, "scale the loss"),
         ({"order": "fp32", "accumulate": "fp16"}, "adds in float32"),
         ({"accumulate": "e5m2"}, "must hold all values of binary16|e5m2"),

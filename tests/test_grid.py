@@ -114,13 +114,20 @@ def test_a_row_tells_format_and_rounding_of_each_part_and_what_came_out():
     found = row(result_of(by_name["all fp16 kahan x128"]))
     assert found["strategy"] == "all fp16 kahan x128"
     axes = ("weights", "activations", "gradients", "accumulator", "momentum", "statistics")
-    assert [found[axis] for axis in axes] == ["fp16"] * 6
-    assert [found[f"{axis}_rounding"] for axis in axes] == ["kahan", *["nearest"] * 5]
+    assert [found[axis] for axis in axes] == ["fp16"] * 3 + ["fp32"] + ["fp16"] * 2
+    assert [found[f"{axis}_rounding"] for axis in axes] == [
+        "kahan",
+        "nearest",
+        "nearest",
+        None,
+        "nearest",
+        "nearest",
+    ]
     assert (found["loss_scale"], found["warmup"], found["step_limit"], found["seed"]) == ("128", 7, 5, 3)
     assert (found["accuracy"], found["train_loss"], found["skipped_steps"]) == (0.9, 0.5, 1)
     assert (found["updates_lost"], found["gradients_to_zero"]) == (0.25, 0.25)
     found = row(result_of(by_name["all bf16 stochastic dynamic"], updates=0, lost_updates=0))
-    assert [found[f"{axis}_rounding"] for axis in axes] == ["stochastic"] * 6
+    assert [found[f"{axis}_rounding"] for axis in axes] == ["stochastic"] * 3 + [None] + ["stochastic"] * 2
     assert (found["loss_scale"], found["updates_lost"]) == ("dynamic", None)
     found = row(result_of(by_name["momentum fp16 stochastic"]))
     assert [found[axis] for axis in axes] == ["fp32"] * 4 + ["fp16", "fp32"]

@@ -558,6 +558,7 @@ def test_a_state_of_another_kind_is_refused(saved, loaded):
             ValueError,
             "keeps weights and gradients unscaled",
         ),
+        ({"weight": "mxfp8"}, ValueError, "keeps single numbers, got the block format mxfp8_e4m3"),
         (
             {"gradient": Quantizer("e4m3fn", scaling="tensor")},
             ValueError,

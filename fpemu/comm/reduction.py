@@ -205,9 +205,11 @@ def _check_names(**given: tuple[str | None, tuple[str, ...]]) -> None:
 
 def _quantizer(fmt: Role, rounding: str) -> Quantizer:
     quantizer = fmt if isinstance(fmt, Quantizer) else Quantizer(fmt, rounding)
-    if quantizer.scaling is not None or not quantizer.format.signed:
+    fmt = quantizer.format
+    if quantizer.scaling is not None or not isinstance(fmt, Format) or not fmt.signed:
         raise ValueError(
-            f"AllReduce needs a signed format without scaling, got {quantizer}; scale the loss instead"
+            f"AllReduce needs a signed format without scaling or blocks, got {quantizer}; scale the loss "
+            "instead"
         )
     return quantizer
 

@@ -73,6 +73,8 @@ def grid(
         for axis in AXES
         if (axis != "momentum" or settings.states) and (axis != "statistics" or settings.model == "resnet8")
     ]
+    # Sums as short as these networks' hardly lose, and rounding each addition takes longest of all.
+    stored = [axis for axis in axes if axis != "accumulator"]
     adam = settings.optimizer == "adam"
     yield Strategy("fp32")
     for axis in axes:
@@ -87,7 +89,7 @@ def grid(
     for fmt in formats:
         for rounding in roundings:
             for scale in scales:
-                yield _strategy("all", axes, fmt, rounding, scale, adam)
+                yield _strategy("all", stored, fmt, rounding, scale, adam)
 
 
 def parse_scale(text: str) -> Scale:

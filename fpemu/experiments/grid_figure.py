@@ -134,4 +134,4 @@ def _mark_fp32(line: Any, rows: Rows, top: float) -> None:
 
 def _plain_numbers(axis: Any) -> None:
     axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter("{x:.2g}")
+    axis.set_minor_formatter("{x:.4g}")
