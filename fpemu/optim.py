@@ -100,6 +100,11 @@ class LowPrecision(Optimizer):
         if not isinstance(measure_every, int) or measure_every < 0:
             raise ValueError(f"measure_every must be a number of steps, or 0 for none, got {measure_every!r}")
         self.weight = _quantizer(weight, rounding)
+        if self.weight is not None and self.weight.in_blocks:
+            raise ValueError(
+                f"weights are kept in formats of single numbers, and {self.weight.format} has blocks; keep "
+                "them in float32 and round where they are read: Policy(weight=...)"
+            )
         self.gradient = _quantizer(gradient, rounding)
         self.kept_state = _state_quantizers(state, rounding)
         self.master, self.kahan = master, kahan
@@ -363,11 +368,6 @@ class _GradientHook:
 
 def _quantizer(fmt: Role, rounding: str, scalings: tuple[str | None, ...] = (None,)) -> Quantizer | None:
     quantizer = fmt if fmt is None or isinstance(fmt, Quantizer) else Quantizer(fmt, rounding)
-    if quantizer is not None and not isinstance(quantizer.format, Format):
-        raise ValueError(
-            f"LowPrecision keeps single numbers, got the block format {quantizer.format}; give the format of "
-            "its elements, for state in a Quantizer with scaling='tensor'"
-        )
     if quantizer is not None and quantizer.scaling not in scalings:
         raise ValueError(
             "LowPrecision keeps weights and gradients unscaled, and state so or with scaling='tensor'; got "

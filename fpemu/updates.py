@@ -58,11 +58,6 @@ class Meter:
     """Counts the updates of one parameter on its device, without waiting for it."""
 
     def __init__(self, fmt: Format, device: torch.device) -> None:
-        if not isinstance(fmt, Format):
-            raise ValueError(
-                f"weights are kept in formats of single numbers, and {fmt} has blocks; keep them in float32 "
-                "and round where they are read: Policy(weight=...)"
-            )
         self.fmt = fmt
         self.totals = torch.zeros(4, dtype=torch.int64, device=device)  # an Updates, but for its tally
         self.counts = torch.zeros(COUNTS, dtype=torch.int64, device=device)

@@ -398,7 +398,7 @@ def test_the_grid_writes_a_table_and_a_figure_and_says_where(tmp_path, monkeypat
     assert {(row["model"], row["data"], row["lr"], row["steps"]) for row in table} == {
         ("mlp", "digits", 0.001, 6)
     }
-    assert [row["warmup"] for row in table] == [0] * 11 + [100] * 5
+    assert [row["warmup"] for row in table] == [0] * 12 + [100] * 5
 
 
 def test_a_model_of_text_trains_on_pydoc_with_its_own_preset(tmp_path, monkeypatch):

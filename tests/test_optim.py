@@ -558,7 +558,7 @@ def test_a_state_of_another_kind_is_refused(saved, loaded):
             ValueError,
             "keeps weights and gradients unscaled",
         ),
-        ({"weight": "mxfp8"}, ValueError, "keeps single numbers, got the block format mxfp8_e4m3"),
+        ({"weight": "mxfp8"}, ValueError, "kept in formats of single numbers, and mxfp8_e4m3 has blocks"),
         (
             {"gradient": Quantizer("e4m3fn", scaling="tensor")},
             ValueError,
