@@ -124,7 +124,7 @@ def _round_scaled(
     if quantizer.in_blocks:
         return _round_in_blocks(x, quantizer, key, counts, sums)
     if quantizer.scaling != "channel" or x.dim() <= max(1, quantizer.axis):
-        amax = _amax(x)
+        amax = amax_of(x)
         if quantizer.scaling == "delayed" and sums is not None and len(sums) > SUMS:
             amax = _delayed(amax, sums[SUMS:])
         return round_by(amax, x, quantizer, key, counts, sums)
@@ -132,7 +132,7 @@ def _round_scaled(
     rounded = torch.empty_like(channels)
     for number, channel in enumerate(channels):
         own = key and replace(key, offset=key.offset + number * channel.numel())
-        rounded[number] = round_by(_amax(channel), channel, quantizer, own, counts, sums)
+        rounded[number] = round_by(amax_of(channel), channel, quantizer, own, counts, sums)
     return torch.empty_like(x).copy_(rounded.movedim(0, quantizer.axis))
 
 
@@ -148,7 +148,8 @@ def _round_in_blocks(
     return values
 
 
-def _amax(x: Tensor) -> float:
+def amax_of(x: Tensor) -> float:
+    """Largest finite magnitude of a plain tensor; 0.0 if there is none."""
     return float(x.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
 
 

@@ -1,10 +1,11 @@
-"""Mappings in files that people read and write: TOML, YAML and JSON."""
+"""Files written whole or not at all; mappings in those that people read and write: TOML, YAML and JSON."""
 
 from __future__ import annotations
 
 import json
 import os
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,16 @@ import tomli_w
 import yaml
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+
+
+def replace_whole(target: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file whole or not at all: whoever reads, or is killed, sees the old content or the new."""
+    part = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    try:
+        write(part)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write_mapping(path: Path, mapping: dict[str, Any]) -> None:
@@ -26,9 +37,7 @@ def write_mapping(path: Path, mapping: dict[str, Any]) -> None:
         text = json.dumps(mapping, indent=2) + "\n"
     else:
         text = yaml.safe_dump(mapping, sort_keys=False)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    replace_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

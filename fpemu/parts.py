@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from .files import replace_whole
 from .formats import Format
 from .kernels.layout import AMAX, ERRORS, FIELDS, HISTOGRAM, LOWEST, POWERS, SQUARES
 from .stats import Tally, zero_edge
@@ -133,9 +133,9 @@ def write_part(directory: Path, number: int, table: pa.Table) -> Path:
     """Write a table to a file of a directory, at once."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"part-{number:08d}.parquet"
-    unfinished = directory / f".{path.name}.{os.getpid()}"
-    pq.write_table(table, unfinished, compression="zstd", write_page_checksum=True)
-    os.replace(unfinished, path)
+    replace_whole(
+        path, lambda part: pq.write_table(table, part, compression="zstd", write_page_checksum=True)
+    )
     return path
 
 

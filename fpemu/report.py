@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import re
 from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .files import replace_whole
 from .formats import Format, as_format
 from .kernels.layout import LOWEST
 from .records import Records
@@ -154,10 +154,8 @@ def write_report(records: Records, path: str | Path, fmt: str | Format = "fp16")
         ValueError: as ``Tally.lost``.
         OSError: the file cannot be written.
     """
-    page, path = html(records, as_format(fmt)), Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(page, encoding="utf-8")
-    os.replace(unfinished, path)
+    page = html(records, as_format(fmt))
+    replace_whole(Path(path), lambda part: part.write_text(page, encoding="utf-8"))
 
 
 def html(records: Records, fmt: Format) -> str:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from .autograd import amax_of
 from .random import Key
 
 
@@ -19,12 +21,13 @@ def local(x: Tensor) -> Tensor:
 
 def largest(x: Tensor) -> float:
     """Largest finite magnitude of the whole tensor; every rank that holds a part must ask."""
-    part = local(x).abs().nan_to_num(0.0, 0.0, 0.0)
-    found = part.max() if part.numel() else part.new_zeros(())
-    if _split(x):
-        mesh: Any = x.device_mesh  # type: ignore[attr-defined]
-        for dimension in range(mesh.ndim):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+    amax = amax_of(local(x))
+    if not _split(x):
+        return amax
+    found = torch.tensor(amax, device=x.device)
+    mesh: Any = x.device_mesh  # type: ignore[attr-defined]
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
     return float(found)
 
 

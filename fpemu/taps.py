@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import stats
 from .arrays import CARRIERS, carrier_of
 from .autograd import LIBRARY
-from .emulation.tensors import map_tensors
+from .emulation.tensors import map_tensors, unsuitable
 from .formats import Format
 from .kernels.layout import COUNTS, SUMS
 from .quantize import round_tensor
@@ -130,14 +130,9 @@ def take(counters: Sequence[Counter]) -> list[list[Tally]]:
 
 def uncountable(x: Tensor) -> str | None:
     """Why a tensor cannot be counted: None if it can, an empty reason if its numbers are no floats."""
-    if not x.is_floating_point() and not x.is_complex():
-        return ""
-    if type(x) not in (Tensor, nn.Parameter) and not isinstance(x, torch._subclasses.FakeTensor):
-        return f"a {type(x).__name__} is not a plain tensor"
-    if x.is_nested or x.layout != torch.strided:
-        return "it is nested" if x.is_nested else f"layout {x.layout}"
-    if x.dtype not in DTYPES:
-        return f"dtype {x.dtype}"
+    reason = unsuitable(x, DTYPES)
+    if reason is not None:
+        return reason
     if x.device.type not in ("cpu", "cuda"):
         return f"device {x.device.type}"
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():

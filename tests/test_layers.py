@@ -33,9 +33,9 @@ LAYERS = [
     ["testing.randomness", "testing.strategies"],
     ["testing.conformance"],
     ["testing"],
-    ["quantizer", "patterns", "shards", "updates"],  # L3
+    ["quantizer", "patterns", "updates"],  # L3
     ["autograd"],
-    ["accumulation"],
+    ["accumulation", "shards"],
     ["policy"],
     ["emulation.sites", "emulation.tensors", "emulation.report"],
     ["emulation.convolve"],

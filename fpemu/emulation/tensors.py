@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 
-def unsuitable(x: Tensor) -> str | None:
-    """Why a tensor cannot be rounded: None if it can, an empty reason if its numbers are no floats."""
+def unsuitable(x: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> str | None:
+    """Why a tensor of other dtypes, or not plain, cannot be rounded or counted.
+
+    None if it can, an empty reason if its numbers are no floats.
+    """
     if not x.is_floating_point() and not x.is_complex():
         return ""
     if type(x) not in (Tensor, nn.Parameter) and not isinstance(x, torch._subclasses.FakeTensor):
         return f"a {type(x).__name__} is not a plain tensor"
     if x.layout != torch.strided or x.is_nested:
         return "it is nested" if x.is_nested else f"layout {x.layout}"
-    return None if x.dtype == torch.float32 else f"dtype {x.dtype}"
+    return None if x.dtype in dtypes else f"dtype {x.dtype}"
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, other: Callable[[Any], None]) -> Any:

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import Tally, plot
+from ..files import replace_whole
 from ..formats import as_format
-from .checkpoint import replace_whole
 from .models import build
 from .result import Result, Run
 from .runs import finish

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import __version__
-
-
-def replace_whole(target: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file whole or not at all: whoever reads, or is killed, sees the old content or the new."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.stem}-", suffix=target.suffix, dir=target.parent)
-    os.close(handle)
-    path = Path(name)
-    try:
-        write(path)
-        path.chmod(0o644)
-        path.replace(target)
-    finally:
-        path.unlink(missing_ok=True)
+from ..files import replace_whole
 
 
 def write_checkpoint(path: Path, run: str, state: dict[str, Any]) -> None:

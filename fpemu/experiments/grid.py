@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from ..files import replace_whole
 from ..formats import as_format
-from .checkpoint import replace_whole
 from .models import build
 from .result import Result, Run
 from .runs import finish

@@ -13,7 +13,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 from .. import __version__
-from .checkpoint import replace_whole
+from ..files import replace_whole
 from .data import load_data
 from .result import Result, Run, run_id
 from .train import train
