@@ -68,6 +68,9 @@ LAYERS = [
     ["experiments"],
     ["bench", "doctor"],
     ["bench_training", "bench_gemm"],
+    ["commands.common"],  # the command
+    ["commands.ablate", "commands.bench", "commands.check", "commands.numbers", "commands.runs"],
+    ["commands"],
     ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

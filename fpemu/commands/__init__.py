@@ -1,0 +1,1 @@
+"""The subcommands of `fpemu`, one subject a file."""
