@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from . import stats
 from .formats import Format
 from .kernels.layout import COUNTS, SUMS
+from .kernels.updates import TOTALS, updates_loop
 from .stats import Tally
 
 
@@ -58,8 +60,9 @@ class Meter:
     """Counts the updates of one parameter on its device, without waiting for it."""
 
     def __init__(self, fmt: Format, device: torch.device) -> None:
-        self.fmt = fmt
-        self.totals = torch.zeros(4, dtype=torch.int64, device=device)  # an Updates, but for its tally
+        # The smallest normal value, half the distance between values below it, and half the last place of 1.
+        self.limits = np.array([fmt.smallest_normal, fmt.smallest_subnormal / 2, 2.0**-fmt.precision])
+        self.totals = torch.zeros(TOTALS, dtype=torch.int64, device=device)  # an Updates, but for its tally
         self.counts = torch.zeros(COUNTS, dtype=torch.int64, device=device)
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
 
@@ -72,24 +75,32 @@ class Meter:
             after: The weight then.
             gradient: Its gradient; None if it had none.
         """
+        if gradient is None:
+            gradient = torch.zeros_like(before)
+        elif gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if before.is_cuda:
+            self._add_by_torch(before, update, after, gradient)
+            return
+        # Named, for the loop reads memory that must not be let go of before.
+        arrays = [x.float().contiguous() for x in (before, update, after, gradient)]
+        targets = (x.data_ptr() for x in (self.totals, self.counts, self.sums))
+        updates_loop(*(x.data_ptr() for x in arrays), before.numel(), self.limits, *targets)
+
+    def _add_by_torch(self, before: Tensor, update: Tensor, after: Tensor, gradient: Tensor) -> None:
         moved = update != 0
         lost = moved & (after == before)
-        seen, small = self._gradients(before, gradient)
-        self.totals += torch.stack([moved.sum(), lost.sum(), seen, small])
-        # In float64 a quotient of two float32 numbers never rounds up into the next binade.
-        ratios = (before.double() / update.double()).abs()
-        stats.add(self.counts, self.sums, ratios, ratios, None)
-
-    def _gradients(self, weight: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
-        if gradient is None:
-            return self.totals.new_zeros(()), self.totals.new_zeros(())
-        magnitude = (gradient.to_dense() if gradient.is_sparse else gradient).abs()
+        seen = gradient != 0
+        smallest_normal, below_normal, half_ulp_of_one = self.limits.tolist()
+        size = before.double().abs()
         # A number over its significand, in [1/2, 1), is twice the power of two of its binade.
-        size = weight.abs()
-        half_ulp = size / torch.frexp(size).mantissa * 2.0 ** -(self.fmt.precision + 1)
-        half_ulp = torch.where(size < self.fmt.smallest_normal, self.fmt.smallest_subnormal / 2, half_ulp)
-        seen = magnitude != 0
-        return seen.sum(), (seen & (magnitude < half_ulp)).sum()
+        half_ulp = size / torch.frexp(size).mantissa / 2 * half_ulp_of_one
+        half_ulp = torch.where(size < smallest_normal, below_normal, half_ulp)
+        small = seen & (gradient.abs() < half_ulp)
+        self.totals += torch.stack([part.sum() for part in (moved, lost, seen, small)])
+        # In float64 a quotient of two float32 numbers never rounds up into the next binade.
+        ratios = (size / update.double()).abs()
+        stats.add(self.counts, self.sums, ratios, ratios, None)
 
     def read(self) -> Updates:
         """The counts so far."""

@@ -18,7 +18,7 @@ LAYERS = [
     ["columns", "files", "formats", "random", "kernels.layout"],  # L0
     ["reference", "blocks", "kernels.scalar"],  # L1
     ["kernels.rules", "kernels.scales", "kernels.cpu", "kernels.cuda", "kernels.sums"],
-    ["kernels.gemm"],
+    ["kernels.gemm", "kernels.updates"],
     ["kernels.gemm_random", "kernels.ways"],
     ["kernels.blocks", "kernels.block_rules"],
     ["kernels.launch", "kernels.device"],

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from fpemu import LowPrecision, quantize, tally, ulp
-from fpemu.updates import Updates
+from fpemu import LowPrecision, as_format, quantize, tally, ulp
+from fpemu.updates import Meter, Updates
 
 
 def metered(steps=1, fmt="bf16", **options):
@@ -91,6 +93,34 @@ def test_sparse_gradients_count_as_zero_where_they_have_nothing():
     embedding(torch.tensor([1, 1])).sum().backward()
     optimizer.step()
     assert (optimizer.updates, optimizer.measured[0].gradients) == (2, 2)
+
+
+ODD = [0.0, -0.0, 1.0, -1.5, 2.0**-130, 2.0**-149, 2.0**127, float("inf"), float("-inf"), float("nan")]
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16", "e4m3fn"])
+def test_the_loop_counts_as_torch_does_whatever_the_numbers_and_their_order(fmt):
+    """The loop is the CPU's; on other devices torch's operations count."""
+    rng = np.random.default_rng(1)
+    shape = (3, 2, 40, 20)  # more than two blocks, the last one not full
+    parts = [rng.standard_normal(shape) * 2.0 ** rng.integers(-30, 3, shape) for _ in range(4)]
+    parts[2] = np.where(rng.random(shape) < 0.5, parts[0], parts[2])  # half of the weights stay
+    grid = np.array(list(itertools.product(ODD, repeat=3))).T
+    for part, odd in zip((0, 1, 3), grid, strict=True):
+        parts[part].reshape(-1)[:1000] = odd
+    tensors = [torch.tensor(part, dtype=torch.float32) for part in parts]
+    by_loop, by_torch = (Meter(as_format(fmt), torch.device("cpu")) for _ in range(2))
+    by_torch._add_by_torch(*tensors)
+    by_loop.add(tensors[0].to(memory_format=torch.channels_last), *tensors[1:])
+    assert by_loop.read() == by_torch.read()
+    assert torch.equal(by_loop.sums, by_torch.sums)
+
+
+def test_a_weight_without_a_gradient_still_has_its_update_counted():
+    meter = Meter(as_format("fp16"), torch.device("cpu"))
+    meter.add(torch.ones(3), torch.tensor([1.0, 2.0**-12, 0.0]), torch.tensor([2.0, 1.0, 1.0]), None)
+    found = meter.read()
+    assert (found.count, found.lost, found.gradients, found.below_half_ulp) == (2, 1, 0, 0)
 
 
 def test_the_counts_of_parts_add_up_and_of_other_things_do_not():
