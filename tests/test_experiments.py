@@ -752,10 +752,9 @@ def test_statistics_of_batch_normalization_are_values_of_their_format(rounding, 
         plain = models["fp32"][name]
         if name.endswith(("running_mean", "running_var")):
             assert torch.equal(rounded, rounded.to(torch.bfloat16).float()), name
-            assert not torch.equal(plain, rounded)
-            assert torch.allclose(plain, rounded, rtol=0.1, atol=0.01)
-        else:
-            assert torch.equal(plain, rounded), name  # training reads the statistics of the batch
+            assert torch.allclose(plain, rounded, rtol=0.1, atol=0.02)
+        if rounded.is_floating_point():
+            assert not torch.equal(plain, rounded), name  # training reads the rounded statistics of the batch
 
 
 def test_evaluation_reads_running_statistics_and_changes_none(digits):

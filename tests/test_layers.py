@@ -58,7 +58,13 @@ LAYERS = [
     ["plot"],
     ["observation", "report", "terminal", "export"],
     ["__init__"],  # the public names: of the package, only programs import these
-    ["experiments.strategies", "experiments.data", "experiments.models", "experiments.checkpoint"],  # L5
+    [
+        "experiments.strategies",
+        "experiments.data",
+        "experiments.normalization",
+        "experiments.checkpoint",
+    ],  # L5
+    ["experiments.models"],
     ["experiments.settings"],
     ["experiments.result"],
     ["experiments.train"],

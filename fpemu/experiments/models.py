@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .normalization import BatchNorm2d
+
 IMAGE_MODELS, TEXT_MODELS = ("mlp", "resnet8"), ("gru", "transformer")
 MODELS = (*IMAGE_MODELS, *TEXT_MODELS)
 
@@ -53,15 +55,15 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.convolutions = nn.Sequential(
             nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
+            BatchNorm2d(outputs),
             nn.ReLU(),
             nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
+            BatchNorm2d(outputs),
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), BatchNorm2d(outputs)
             )
         self.relu = nn.ReLU()
 
@@ -89,7 +91,7 @@ def resnet8(in_channels: int = 1, classes: int = 10, *, seed: int = 0) -> nn.Seq
     with _seeded(seed):
         return nn.Sequential(
             nn.Conv2d(in_channels, 16, 3, padding=1, bias=False),
-            nn.BatchNorm2d(16),
+            BatchNorm2d(16),
             nn.ReLU(),
             BasicBlock(16, 16),
             BasicBlock(16, 32, stride=2),

@@ -45,8 +45,8 @@ class Strategy:
             ``kahan`` ...), formats as in roles; ``state`` may be a mapping of its names to them. ``None``:
             the plain FP32 optimizer.
         loss_scale: ``None``, a positive number, or ``"dynamic"`` for torch's GradScaler.
-        statistics: The running mean and variance of batch normalization, rounded after each step; given as a
-            role is, without ``scaling``. ``None``: FP32.
+        statistics: Mean and variance of batch normalization: a batch's before they normalize it, the running
+            ones, made of those, after each step; given as a role is, without ``scaling``. ``None``: FP32.
 
     Raises:
         ValueError: a key, format, rounding or scale that does not exist, or options that do not go together.

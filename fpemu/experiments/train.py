@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from .. import Key, LowPrecision, Policy, Quantizer, Tally, emulate
+from .. import Key, LowPrecision, Policy, Tally, emulate
 from ..quantizer import as_quantizer
 from .checkpoint import read_checkpoint, write_checkpoint
 from .data import Data
 from .models import build
+from .normalization import RoundedStatistics, running_statistics
 from .result import Result, run_id
 from .settings import Settings
 from .strategies import Strategy, as_role
@@ -98,7 +99,7 @@ def check_model(strategy: Strategy, model: torch.nn.Module) -> None:
     """
     with emulation(model, strategy.policy):
         pass
-    if strategy.statistics is not None and not _statistics(model):
+    if strategy.statistics is not None and not running_statistics(model):
         raise ValueError(
             f"strategy {strategy.name!r} rounds statistics, but the model has no batch normalization that "
             "keeps them; leave statistics out or choose resnet8"
@@ -174,8 +175,9 @@ class _Stepper:
         )
         scaled = strategy.loss_scale is not None
         self.scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, enabled=scaled)
-        self.statistics = as_quantizer(as_role(strategy.statistics))
-        self.key = Key(seed).fold_in("statistics")
+        self.statistics = None
+        if (quantizer := as_quantizer(as_role(strategy.statistics))) is not None:
+            self.statistics = RoundedStatistics(model, quantizer, Key(seed).fold_in("statistics"))
         self.optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: object) -> None:
@@ -196,7 +198,7 @@ class _Stepper:
             loss.backward()
             self.optimizer.step()
         if self.statistics is not None:
-            self._round_statistics(self.statistics)
+            self.statistics.round_running(self.steps)
         return loss.detach()
 
     def _scaled_step(self, loss: torch.Tensor) -> None:
@@ -207,11 +209,6 @@ class _Stepper:
             self.scale = self.scaler.get_scale()
         else:
             self.scaler.update(self.scale)
-
-    def _round_statistics(self, quantizer: Quantizer) -> None:
-        for name, statistic in _statistics(self.model).items():
-            key = self.key.fold_in(name).at(self.steps) if quantizer.stochastic else None
-            quantizer(statistic, key=key, out=statistic)
 
     def state_dict(self) -> dict[str, Any]:
         """All that steps change, but the model."""
@@ -226,6 +223,8 @@ class _Stepper:
         """Go on where `state_dict` was taken."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps, self.taken = state["steps"], state["taken"]
+        if self.statistics is not None:
+            self.statistics.step = self.steps
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         if self.dynamic:
@@ -236,15 +235,6 @@ def _optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimi
     if settings.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), lr=settings.lr)
     return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
-
-
-def _statistics(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Running means and variances of batch normalization."""
-    return {
-        name: buffer
-        for name, buffer in model.named_buffers()
-        if name.endswith(("running_mean", "running_var"))
-    }
 
 
 def _loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
